@@ -81,6 +81,8 @@ class TextFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Length of its vectors."""
     pooling: str = ""
     """How vectors of tokens become one."""
+    is_multi_label: bool = False
+    """A text may have several of the labels."""
 
 
 class Interface(msgspec.Struct, frozen=True, kw_only=True):

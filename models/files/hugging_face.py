@@ -1,59 +1,123 @@
 """Says what the network of a folder in Hugging Face's form is for. No torch.
 
 `config.json` names the network's class: that of transformers for the task that it was trained for.
+`modules.json` is that of sentence-transformers.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
 from inferpool.models.files.reading import read_file
 
 CONFIG_FILE = "config.json"
+_MODULES_FILE = "modules.json"
+_TOKENIZER_FILE = "tokenizer.json"
+_PICTURES_FILE = "preprocessor_config.json"
 Task = Literal["classification", "detection", "segmentation"]
 _TASKS: dict[str, Task] = {
     "ForImageClassification": "classification",
     "ForObjectDetection": "detection",
     "ForSemanticSegmentation": "segmentation",
 }
+TEXT_SUFFIX = "ForSequenceClassification"
+"""End of the names of networks that score texts, or pairs of texts."""
+_ENCODER_SUFFIXES = ("Model", "ForMaskedLM", "ForPreTraining")
+"""Ends of the names of networks that encode texts: they have no part for a task of their own."""
+FolderForm: TypeAlias = Literal["transformers", "encoder", "reranker"]
+"""Prefix of the source that serves a folder."""
 
 
 class _Config(msgspec.Struct):
     architectures: Sequence[str] | None = None
+    id2label: Mapping[str, Any] | None = None
+    num_labels: int | None = None
+    is_encoder_decoder: bool = False
+
+    @property
+    def num_classes(self) -> int:
+        """The number of labels; transformers writes none if there are two of no names."""
+        return len(self.id2label) if self.id2label else self.num_labels or 2
+
+
+class _Module(msgspec.Struct):
+    type: str
 
 
 def architectures_of(folder: Path) -> Sequence[str]:
     """Return the classes that the folder's `config.json` names; none if it cannot be read."""
-    try:
-        path = folder / CONFIG_FILE
-        if not path.is_file():
-            return ()
-        return msgspec.json.decode(read_file(path), type=_Config).architectures or ()
-    except (OSError, ValueError, RecursionError):  # msgspec's are ValueErrors
-        return ()
+    return _config_of(folder).architectures or ()
 
 
 def task_of(architecture: str) -> Task | None:
-    """Return what a class of transformers is for; None if this server has no answers for it."""
+    """Return what a network of transformers for pictures is for; None if it is not for those."""
     found = (task for suffix, task in _TASKS.items() if architecture.endswith(suffix))
     return next(found, None)
 
 
-def is_picture_folder(folder: Path) -> bool:
-    """Return whether a folder has a network for pictures that `transformers:FOLDER` serves."""
-    return any(task_of(each) for each in architectures_of(folder))
+def form_of(folder: Path) -> FolderForm | None:
+    """Return how a folder is served if it is named as a source alone; None if it is not."""
+    if "Pooling" in _modules_of(folder):
+        return "encoder"
+    config = _config_of(folder)
+    names = config.architectures or ()
+    if any(task_of(each) for each in names):
+        return "transformers"
+    if any(each.endswith(TEXT_SUFFIX) for each in names):
+        return "reranker" if config.num_classes == 1 else "transformers"
+    is_encoder = any(each.endswith(_ENCODER_SUFFIXES) for each in names)
+    if not is_encoder or config.is_encoder_decoder:
+        return None
+    # os.path's never raise, for any text.
+    has_texts = os.path.isfile(folder / _TOKENIZER_FILE)
+    return "encoder" if has_texts and not os.path.isfile(folder / _PICTURES_FILE) else None
 
 
-def no_picture_folder(folder: Path) -> str:
+def is_served(folder: Path) -> bool:
+    """Return whether a folder is a source if it is named alone."""
+    return form_of(folder) is not None
+
+
+def is_scorer(folder: Path) -> bool:
+    """Return whether a folder has a network that scores texts."""
+    return any(each.endswith(TEXT_SUFFIX) for each in architectures_of(folder))
+
+
+def has_task(folder: Path) -> bool:
+    """Return whether a folder has a network that `transformers:FOLDER` serves."""
+    return is_scorer(folder) or any(task_of(each) for each in architectures_of(folder))
+
+
+def why_no_task(folder: Path) -> str:
     """Return why `transformers:FOLDER` does not serve a folder."""
     found = architectures_of(folder)
     if not os.path.isfile(folder / CONFIG_FILE):
         return f"{folder} has no {CONFIG_FILE}: a folder of transformers is one that has it"
     called = f"names {', '.join(found)}" if found else "names no class in `architectures`"
+    suffixes = ", ".join(f"*{suffix}" for suffix in (*_TASKS, TEXT_SUFFIX))
     return (
-        f"{folder}/{CONFIG_FILE} {called}; served are networks of "
-        f"{', '.join(f'*{suffix}' for suffix in _TASKS)}, and encoders of texts as encoder:FOLDER"
+        f"{folder}/{CONFIG_FILE} {called}; served are networks of {suffixes}, and encoders of "
+        "texts as encoder:FOLDER"
     )
+
+
+def _config_of(folder: Path) -> _Config:
+    return _read(folder / CONFIG_FILE, _Config) or _Config()
+
+
+def _modules_of(folder: Path) -> list[str]:
+    found = _read(folder / _MODULES_FILE, list[_Module]) or []
+    return [each.type.rpartition(".")[2] for each in found]
+
+
+def _read(path: Path, type: Any) -> Any:
+    """Return the file as a value of a type; None if it cannot be read."""
+    try:
+        if not path.is_file():
+            return None
+        return msgspec.json.decode(read_file(path), type=type)
+    except (OSError, ValueError, RecursionError):  # msgspec's are ValueErrors
+        return None

@@ -188,16 +188,19 @@ class NetworkFolder:
             ) from error
 
 
-def fetched(name: str, options: FolderOptions) -> Path:
-    """Fetch a repository from the Hub of Hugging Face into its cache; return its folder.
+def folder_at(name: str, options: FolderOptions, *, download: bool) -> Path:
+    """Return a folder; with `download`, if there is none, that of a repository of the Hub.
 
     Args:
-        name: Its name.
+        name: The folder's path, or the repository's name.
         options: What is allowed: pickled weights and code are fetched only then.
+        download: Whether to fetch the repository into the cache of Hugging Face.
 
     Raises:
         ModelError: It cannot be fetched.
     """
+    if not download or Path(name).is_dir():
+        return Path(name)
     patterns = [
         *_FETCHED,
         *(["*.bin"] if options.pickled_weights else ()),

@@ -1,4 +1,4 @@
-"""Serves folders of transformers: classifiers, detectors and segmenters. Worker processes only.
+"""Serves folders of transformers, for pictures and for texts. Runs in worker processes only.
 
 Axes: B batch, C = 3 colours, H and W height and width of a picture, h and w those that the network
 sees, K classes, Q boxes.
@@ -7,7 +7,6 @@ sees, K classes, Q boxes.
 # ruff: noqa: N806 - tensors carry their axes in their names
 
 from collections.abc import Hashable, Mapping, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +16,14 @@ from PIL import Image
 from inferpool.models.base import Model
 from inferpool.models.content import Content
 from inferpool.models.errors import InputError, ModelError, SourceError
-from inferpool.models.files.networks import FolderOptions, fetched
+from inferpool.models.files.hugging_face import is_scorer
+from inferpool.models.files.networks import FolderOptions, folder_at
 from inferpool.models.hugging_face.loading import PictureFolder
 from inferpool.models.item import Features, Item
 from inferpool.models.label_tolerance import LabelTolerance
 from inferpool.models.ragged import outputs_of
 from inferpool.models.spec import Placement, TensorSpec
+from inferpool.models.text.classifier import TextClassifier
 from inferpool.models.tolerance import Tolerance
 from inferpool.models.vision.classifier import Classifier
 from inferpool.models.vision.masks import labels_at, palette_png, runs_by_label
@@ -39,6 +40,7 @@ def model_of_folder(
     *,
     weights: str | None = "DEFAULT",
     min_score: float = MIN_SCORE,
+    max_tokens: int | None = None,
     download: bool = False,
     trust_remote_code: bool = False,
     pickled_weights: bool = False,
@@ -49,6 +51,7 @@ def model_of_folder(
         folder: The folder, or with `download` a name on the Hub.
         weights: "DEFAULT" for the folder's, a checkpoint's path, or None for random weights.
         min_score: Least score of a box that is answered; for detectors.
+        max_tokens: Most tokens of a text; for classifiers of texts.
         download: Whether to fetch the folder from the Hub if there is none of this name.
         trust_remote_code: Whether code that lies in the folder may run.
         pickled_weights: Whether weights may be read from `pytorch_model.bin`.
@@ -59,9 +62,11 @@ def model_of_folder(
     options = FolderOptions(
         weights=weights, trust_remote_code=trust_remote_code, pickled_weights=pickled_weights
     )
-    path = Path(folder)
-    if download and not path.is_dir():
-        path = fetched(folder, options)
+    path = folder_at(folder, options, download=download)
+    if is_scorer(path):
+        return TextClassifier(path, options, max_tokens=max_tokens)
+    if max_tokens is not None:
+        raise SourceError(f"{folder} has no network for texts, which `max_tokens` is for")
     found = PictureFolder(path, options)
     match found.task:
         case "classification":

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from inferpool.models.accelerator.failures import lacks_resources
 from inferpool.models.errors import InputError, SourceError
 from inferpool.models.files.checkpoint import first_line
-from inferpool.models.files.hugging_face import Task, architectures_of, no_picture_folder, task_of
+from inferpool.models.files.hugging_face import Task, architectures_of, task_of, why_no_task
 from inferpool.models.files.networks import FolderOptions, NetworkFolder, some_names
 from inferpool.models.vision.images import check_size
 from inferpool.models.vision.pictures import check_stretch
@@ -57,7 +57,7 @@ class PictureFolder(NetworkFolder):
         architecture = next((each for each in architectures_of(path) if task_of(each)), None)
         task = architecture and task_of(architecture)
         if not architecture or not task:
-            raise SourceError(no_picture_folder(path))
+            raise SourceError(why_no_task(path))
         self.architecture = architecture
         self.task: Task = task
         self.processor: Any = None

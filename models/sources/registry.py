@@ -25,9 +25,9 @@ from inferpool.models.errors import ModelError, SourceError
 from inferpool.models.spec import DTYPE_BYTES, TensorSpec
 
 _FORMS = (
-    f"{', '.join(BUILT_IN_SOURCES)}, torchvision:NAME, encoder:FOLDER, package.module:Class, the "
-    "folder of a training run or of transformers, or a file: .pt2 (torch.export, AOTInductor), "
-    ".onnx, .skops, .pt, .ts or .torchscript (TorchScript)"
+    f"{', '.join(BUILT_IN_SOURCES)}, torchvision:NAME, encoder:FOLDER, reranker:FOLDER, "
+    "package.module:Class, the folder of a training run or of transformers, or a file: .pt2 "
+    "(torch.export, AOTInductor), .onnx, .skops, .pt, .ts or .torchscript (TorchScript)"
 )
 _OURS = {
     str(Path(__file__).with_name(name)) for name in ("classes.py", "importing.py", "registry.py")
@@ -40,8 +40,9 @@ def build(source: str, weights: str | None, options: Mapping[str, object]) -> Mo
 
     Args:
         source: `efficientnet_lite0`, `minilm_l6`, `echo`, `torchvision:NAME`, `encoder:FOLDER`,
-            `package.module:Class` (a `Model`, or an `nn.Module` with a forward of tensors
-            to tensors), the folder of a training run or of transformers, or a file's path.
+            `reranker:FOLDER`, `transformers:FOLDER`, `package.module:Class` (a `Model`, or an
+            `nn.Module` with a forward of tensors to tensors), the folder of a training run or of
+            transformers, or a file's path.
         weights: "DEFAULT" for the source's own, a named weight of torchvision, a checkpoint's path,
             or None for random weights.
         options: Keyword arguments of the class. For networks and TorchScript, `inputs` and
@@ -66,8 +67,8 @@ def build(source: str, weights: str | None, options: Mapping[str, object]) -> Mo
         is_package = path.suffix == ".pt2" and attached("package of AOTInductor")(path)
         kind = "AOTInductor" if is_package else path.suffix
         return _built(kind, [path], str(path), weights, options)
-    if os.path.isfile(path / "config.json") and attached("folder of transformers")(path):
-        prefix, name = "transformers", source
+    if form := attached("form of a folder")(path):
+        prefix, name = form, source
     if path.suffix in WEIGHT_FILE_SUFFIXES:
         raise SourceError(
             f"{source} is a file of weights: name the network as the source, and this file as "

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from inferpool.models.attached import MODEL_FILE_SUFFIXES
-from inferpool.models.files.hugging_face import is_picture_folder
+from inferpool.models.files.hugging_face import form_of
 from inferpool.models.files.kinds import is_checkpoint_path
 from inferpool.models.files.run_folder import RunFolder
 from inferpool.service.checks.facts import Facts
@@ -25,12 +25,21 @@ _PACKAGES = {
 """Packages that contain weights, with the file pattern, by source."""
 _ENCODER = "encoder:"
 _FOLDER = "transformers:"
-_EXTRAS = {".onnx": "onnx", ".skops": "sklearn", _FOLDER: "transformers"}
+_RERANKER = "reranker:"
+_OF_FOLDERS = (_ENCODER, _FOLDER, _RERANKER)
+_EXTRAS = {
+    ".onnx": "onnx",
+    ".skops": "sklearn",
+    _FOLDER: "transformers",
+    _RERANKER: "transformers",
+    _ENCODER: "text",
+}
 """Extras that bring what a form of sources needs."""
 _NEEDED = {
     ".onnx": ("onnxruntime",),
     ".skops": ("sklearn", "skops"),
     _FOLDER: ("transformers",),
+    _RERANKER: ("transformers",),
 }
 """Modules that a form of sources imports."""
 
@@ -50,8 +59,9 @@ def weights_file(model: ModelSettings) -> Path | None:
         return found[0] if found else None
     if is_run_source(model.source):
         return RunFolder(Path(model.source)).weights
-    if model.source.startswith((_ENCODER, _FOLDER)) or is_picture_folder(Path(model.source)):
-        folder = Path(model.source.removeprefix(_ENCODER).removeprefix(_FOLDER))
+    prefix = next((each for each in _OF_FOLDERS if model.source.startswith(each)), "")
+    if prefix or form_of(Path(model.source)):
+        folder = Path(model.source.removeprefix(prefix))
         files = (folder / name for name in ("model.safetensors", "pytorch_model.bin"))
         return next((file for file in files if os.path.isfile(file)), None)  # it never raises
     return None
@@ -88,15 +98,15 @@ def check_weights(facts: Facts, settings: Settings) -> Iterator[Finding]:
 
 def _form_of(source: str) -> str:
     """Return the ending or the beginning of a source, as in `_EXTRAS`; or an empty text."""
-    if is_picture_folder(Path(source)):
-        return _FOLDER
+    if form := form_of(Path(source)):
+        return f"{form}:"
     return next((each for each in _EXTRAS if source.endswith(each) or source.startswith(each)), "")
 
 
 def _missing_packages(model: ModelSettings) -> list[str]:
     is_packaged = model.source == "minilm_l6"
     needed = [*_NEEDED.get(_form_of(model.source), ())]
-    if is_packaged or model.source.startswith(_ENCODER):
+    if is_packaged or _form_of(model.source) == _ENCODER:
         needed.append("tokenizers")
     if is_packaged:
         needed.append(_PACKAGES[model.source][0])

@@ -13,9 +13,9 @@ from inferpool.service.client.cli.verbs import Verb
 _SETTINGS_FLAGS = "inferpool.service.settings.flags:add_settings_flags"
 _SETTINGS = """\
 MODEL is a source (efficientnet_lite0, minilm_l6, echo, torchvision:NAME, encoder:FOLDER,
-package.module:Class, a folder of transformers, or a .pt2, .onnx, .skops or TorchScript file) or the
-name of a model in the settings. Without it, every model of the settings is served, or
-efficientnet_lite0 where there is none.
+reranker:FOLDER, package.module:Class, a folder of transformers, or a .pt2, .onnx, .skops or
+TorchScript file) or the name of a model in the settings. Without it, every model of the settings is
+served, or efficientnet_lite0 where there is none.
 
 Settings come from inferpool.toml in this directory (or --config, or INFERPOOL_CONFIG); variables
 such as INFERPOOL_PORT=9000 or INFERPOOL_MODELS__RESNET__REPLICAS=2 override the file, and flags

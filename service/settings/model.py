@@ -53,9 +53,9 @@ class ModelSettings(SettingsTable):
 
     source: Text
     """`efficientnet_lite0`, `minilm_l6`, `echo`, `torchvision:NAME`, `encoder:FOLDER`,
-    `package.module:Class`, `transformers:FOLDER`, the folder of a training run or of transformers,
-    or the path of a file: .pt2 (torch.export or AOTInductor), .onnx, .skops (scikit-learn), .pt,
-    .ts or .torchscript (TorchScript).
+    `reranker:FOLDER`, `transformers:FOLDER`, `package.module:Class`, the folder of a training run,
+    of transformers or of sentence-transformers, or the path of a file: .pt2 (torch.export or
+    AOTInductor), .onnx, .skops (scikit-learn), .pt, .ts or .torchscript (TorchScript).
 
     A model whose name is that of a built-in source needs none."""
     path: Text | None = None

@@ -21,7 +21,7 @@ from inferpool.models.attached import (
     modules_of,
 )
 from inferpool.models.errors import SourceError
-from inferpool.models.files.hugging_face import is_picture_folder
+from inferpool.models.files.hugging_face import form_of, is_served
 from inferpool.models.files.kinds import what_it_is
 from inferpool.models.files.modules import (
     file_of,
@@ -36,8 +36,8 @@ DEFAULT_SOURCE = "efficientnet_lite0"
 _FILE_SUFFIXES = (*MODEL_FILE_SUFFIXES, *WEIGHT_FILE_SUFFIXES, ".toml", ".py")
 """Names that end so are files, and no folders of runs."""
 _SOURCE_FORMS = (
-    f"{', '.join(BUILT_IN_SOURCES)}, torchvision:NAME, encoder:FOLDER, package.module:Class, "
-    "the folder of a training run or of transformers, or a "
+    f"{', '.join(BUILT_IN_SOURCES)}, torchvision:NAME, encoder:FOLDER, reranker:FOLDER, "
+    "package.module:Class, the folder of a training run or of transformers, or a "
     f"{', '.join(MODEL_FILE_SUFFIXES[:-1])} or {MODEL_FILE_SUFFIXES[-1]} file"
 )
 _REGISTERED = re.compile(
@@ -67,7 +67,7 @@ def is_source(text: str) -> bool:
     if text in BUILT_IN_SOURCES or text.endswith(MODEL_FILE_SUFFIXES):
         return True
     kind, colon, name = text.partition(":")
-    return bool(kind and colon and name) or is_run_source(text) or is_picture_folder(Path(text))
+    return bool(kind and colon and name) or is_run_source(text) or is_served(Path(text))
 
 
 def is_run_source(text: str) -> bool:
@@ -76,7 +76,7 @@ def is_run_source(text: str) -> bool:
         return text not in BUILT_IN_SOURCES
     if "/" not in text or ":" in text or text.endswith(_FILE_SUFFIXES):
         return False
-    return not os.path.isfile(text) and not is_picture_folder(Path(text))
+    return not os.path.isfile(text) and not is_served(Path(text))
 
 
 def slug(source: str) -> str:
@@ -142,8 +142,9 @@ def packages_to_preload(sources: Sequence[str], folder: Path) -> list[str]:
     found: dict[str, None] = {}
     for source in sources:
         name, colon, _ = _network_of(source, folder).partition(":")
-        if not colon and is_picture_folder(folder / source):
+        if not colon and form_of(folder / source) in ("transformers", "reranker"):
             name = "transformers"
+        name = "transformers" if name == "reranker" else name
         if name in _KNOWN:
             found[name] = None
         elif colon:

@@ -17,7 +17,7 @@ from typing import Literal
 
 from inferpool.models.attached import BUILT_IN_SOURCES, MODEL_FILE_SUFFIXES
 from inferpool.models.errors import SourceError
-from inferpool.models.files.hugging_face import is_picture_folder, no_picture_folder
+from inferpool.models.files.hugging_face import has_task, is_served, why_no_task
 from inferpool.models.files.kinds import (
     is_checkpoint_path,
     problem_of_source,
@@ -91,10 +91,10 @@ def _problem_of(model: ModelSettings) -> Problem | None:
         is_path = is_path and is_checkpoint_path(weights)
     elif prefix == "encoder" and colon:
         text = _unread(Path(name), f"there is no folder {name}", is_folder=True)
-    elif prefix == "transformers" and colon:
+    elif prefix in ("transformers", "reranker") and colon:
         is_path = is_path and is_checkpoint_path(weights)
         text = "" if model.options.get("download") is True else _problem_of_folder(name)
-    elif is_picture_folder(Path(source)):
+    elif is_served(Path(source)):
         is_path = is_path and is_checkpoint_path(weights)
     elif colon:
         text = _problem_of_module(prefix)
@@ -124,9 +124,9 @@ def _problem_of_archive(source: str) -> str:
 def _problem_of_folder(name: str) -> str:
     if lost := _unread(Path(name), f"there is no folder {name}", is_folder=True):
         return f"{lost}; to fetch it from the Hub of Hugging Face, set options.download = true"
-    if is_picture_folder(Path(name)):
+    if has_task(Path(name)):
         return ""
-    return no_picture_folder(Path(name))
+    return why_no_task(Path(name))
 
 
 def _problem_of_weights(weights: str) -> str:

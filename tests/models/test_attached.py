@@ -18,6 +18,7 @@ def test_every_name_stands_for_something_that_is_there(name):
 
 
 def test_every_form_of_a_source_has_a_place():
-    others = {"torchvision:", "encoder:", "transformers:", "AOTInductor", "package.module:Class"}
+    prefixes = {"torchvision:", "encoder:", "reranker:", "transformers:"}
+    others = prefixes | {"AOTInductor", "package.module:Class"}
     named = {*BUILT_IN_SOURCES, *MODEL_FILE_SUFFIXES, CARD_FILE}
     assert named | others == SOURCES.keys()

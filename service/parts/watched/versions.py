@@ -9,7 +9,7 @@ from typing import Any
 
 from inferpool.models.attached import MODEL_FILE_SUFFIXES
 from inferpool.models.errors import DataError
-from inferpool.models.files.hugging_face import is_picture_folder
+from inferpool.models.files.hugging_face import form_of
 from inferpool.models.files.image_table import rows_of
 from inferpool.models.files.reading import read_file
 from inferpool.models.files.run_folder import RunFolder, has_begun, is_run, why_no_run
@@ -17,6 +17,8 @@ from inferpool.service.settings.model import MODEL_NAME
 
 SETTINGS_FILE = "model.toml"
 _WEIGHT_SUFFIXES = (".pth", ".safetensors", ".pt")
+_OF_FOLDERS = ("encoder:", "reranker:", "transformers:")
+"""Beginnings of sources that have weights in their folder."""
 _MAX_FILES = 10_000
 """Files of a version that are looked at."""
 
@@ -56,14 +58,13 @@ def read_version(folder: Path) -> dict[str, Any]:
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
     if "source" not in settings and (folder / "config.json").is_file():
-        kind = "transformers" if is_picture_folder(folder) else "encoder"
-        settings["source"] = f"{kind}:{folder}"
+        settings["source"] = f"{form_of(folder) or 'encoder'}:{folder}"
     if "source" not in settings and (is_run(folder) or has_begun(folder)):
         if not is_run(folder):
             raise ValueError(why_no_run(folder))
         return settings | {"source": _text_of(folder)}
     key = "weights" if "source" in settings else "source"
-    if key in settings or str(settings.get("source")).startswith(("encoder:", "transformers:")):
+    if key in settings or str(settings.get("source")).startswith(_OF_FOLDERS):
         return settings
     suffixes = _WEIGHT_SUFFIXES if key == "weights" else MODEL_FILE_SUFFIXES
     files = [each for each in sorted(folder.iterdir()) if each.suffix in suffixes]
