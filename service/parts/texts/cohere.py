@@ -1,4 +1,4 @@
-"""What calls in Cohere's and Jina's forms share: errors and figures. Runs in the event loop.
+"""Shared by calls in Cohere's and Jina's forms: errors and figures. Runs in the event loop.
 
 Cohere's client shows the whole body of an error (cohere-python 5.21, `core/api_error.py`), where
 its API has `message` and `id`; readers of Jina's API show `detail`, as that of
@@ -47,7 +47,7 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     api_version: ApiVersion
     tokens: TokenCounts
     warnings: list[str] = []
-    """What the call asked for and did not get."""
+    """Options of the call that had no effect, and why."""
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
