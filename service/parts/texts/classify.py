@@ -46,6 +46,7 @@ MAX_SCORES = 20_000
 """Most labels in one answer: rendering them takes some 10 ms of the event loop."""
 _QUOTE, _BRACE, _BRACKET = b'"{['
 _NULL = Raw(b"null")
+_LIKELY = 0.5
 _ZERO_SHOT = "a model has the labels that it was trained with"
 _REFUSED = {
     "labels": _ZERO_SHOT,
@@ -147,10 +148,11 @@ class CohereClasses(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     input: Raw
-    prediction: str
-    confidence: float
+    prediction: str | UnsetType = UNSET
+    """The best label, of labels that exclude each other."""
+    confidence: float | UnsetType = UNSET
     predictions: list[str]
-    """The best label, or several if they do not exclude each other."""
+    """The best label, or else all that are more likely than not."""
     confidences: list[float]
     labels: Mapping[str, Confidence]
     classification_type: Literal["single-label", "multi-label"]
@@ -218,11 +220,14 @@ class ClassifyProtocol(BodyProtocol[ClassifyRequest]):
         num_tokens, answers = counted(outcomes, param, is_list=call.is_batch)
         labels = _labels.decode(b"[%b]" % b",".join(answers))
         if self._is_cohere:
+            facts, likely = call.entry.interface.text, None
+            if facts is not None and facts.is_multi_label:
+                likely = 0.0 if self.request.raw_scores else _LIKELY
             return json_answer(
                 CohereAnswer(
                     id=call.request_id,
                     classifications=[
-                        _as_cohere(call, index, text, found)
+                        _as_cohere(f"{call.request_id}-{index}", text, found, likely)
                         for index, (text, found) in enumerate(zip(self._texts, labels, strict=True))
                     ],
                     meta=meta_of(call, num_tokens, []),
@@ -304,16 +309,18 @@ def _as_jina(
 
 
 def _as_cohere(
-    call: Call, index: int, text: memoryview, found: Sequence[ScoredLabel]
+    id: str, text: memoryview, found: Sequence[ScoredLabel], likely: float | None
 ) -> CohereClasses:
-    best = found[0]
+    """Return the labels of a text; those above `likely` are predicted, or else the best alone."""
+    is_multi_label = likely is not None
+    best = [each for each in found if each.score > likely] if likely is not None else found[:1]
     return CohereClasses(
-        id=f"{call.request_id}-{index}",
+        id=id,
         input=Raw(text) if text[0] == _QUOTE else _members.decode(text)["text"],
-        prediction=best.label,
-        confidence=best.score,
-        predictions=[best.label],
-        confidences=[best.score],
+        prediction=UNSET if is_multi_label else best[0].label,
+        confidence=UNSET if is_multi_label else best[0].score,
+        predictions=[each.label for each in best],
+        confidences=[each.score for each in best],
         labels={each.label: Confidence(each.score) for each in found},
-        classification_type="single-label",
+        classification_type="multi-label" if is_multi_label else "single-label",
     )

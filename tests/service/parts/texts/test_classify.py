@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from inferpool.models.spec import UNKNOWN_INTERFACE, Interface, TextFacts
@@ -102,6 +103,19 @@ def test_inputs_are_answered_as_cohere_does() -> None:
     }
     assert second["input"] == "a"
     assert document["meta"] == {"api_version": {"version": "1"}, "tokens": {"input_tokens": 6}}
+
+
+def test_labels_that_do_not_exclude_each_other_are_predicted_if_they_are_likely() -> None:
+    facts = msgspec.structs.replace(FACTS, is_multi_label=True)
+    scored = [("glad", 2, 0.9), ("sad", 0, 0.75), ("so so", 1, 0.25)]
+    labels = [{"label": label, "index": index, "score": score} for label, index, score in scored]
+    answer = json.dumps([3, labels], separators=(",", ":")).encode()
+    model = FakeModel(lambda _: result(answer), interface=Interface(text=facts, labels=LABELS))
+    (found,) = ask(model, {"inputs": ["a"]}).json()["classifications"]
+    assert found["classification_type"] == "multi-label"
+    assert (found["predictions"], found["confidences"]) == (["glad", "sad"], [0.9, 0.75])
+    assert not {"prediction", "confidence"} & found.keys()
+    assert len(found["labels"]) == 3
 
 
 @pytest.mark.parametrize(
