@@ -32,6 +32,9 @@ _EXAMPLE = (2, 32)
 """Texts and tokens of the batch that measures the parts of a split network."""
 _SHORTEST_BUCKET = 16
 """Tokens of the smallest bucket: shorter texts cost about the same, to read the weights."""
+_MOST_USUAL = 8192
+"""Most tokens of a text unless the settings say more: folders of decoders say 32,768 and more, and
+a worker computes a text of the greatest length before it is ready."""
 _MOST_TOKENIZED = 1 << 18
 """Characters of a text whose tokens a client may ask for: each may be one, and 70 bytes of JSON."""
 _PADDED = ("ids", "types")
@@ -45,7 +48,7 @@ class TextModel(Model):
     Args:
         folder: Files of the model.
         network: Network of the folder.
-        max_tokens: Most tokens of a text; None for what the folder says.
+        max_tokens: Most tokens of a text; None for what the folder says, up to 8,192.
 
     Raises:
         ModelError: The network has not room for so many tokens.
@@ -64,7 +67,8 @@ class TextModel(Model):
             raise ModelError(f"max_tokens must be from 3 to {network.max_tokens}, not {max_tokens}")
         self._folder = folder
         self._source = network
-        self.max_tokens = min(max_tokens or folder.max_tokens or 1 << 30, network.max_tokens)
+        usual = min(folder.max_tokens or network.usual_max_tokens, _MOST_USUAL)
+        self.max_tokens = min(max_tokens or usual, network.max_tokens)
 
     def load(self, placement: Placement) -> None:
         """Read the weights and the tokenizer.

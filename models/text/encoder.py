@@ -45,7 +45,7 @@ class SentenceEncoder(TextModel):
         folder: Folder in the Hugging Face layout; see `models.text.folder`.
         weights: "DEFAULT" for the folder's, a checkpoint's path, or None for random ones.
         normalize: Whether vectors have length 1; by default as the folder says.
-        max_tokens: Most tokens of a text; by default as the folder says.
+        max_tokens: Most tokens of a text; by default as the folder says, up to 8,192.
         prompt: Beginning of each text; by default as the folder says.
         pooling: How the vectors of tokens become one; by default as the folder says.
     """

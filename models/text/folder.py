@@ -71,7 +71,7 @@ class DenseLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderHead:
-    """What sentence-transformers does before and after the network."""
+    """Steps of sentence-transformers before and after the network."""
 
     poolings: tuple[str, ...] = ("mean",)
     """Names of `POOLINGS`; the vectors of several are joined."""

@@ -42,6 +42,13 @@ _PAST_PADDING = (
 """Networks that number places from `pad_token_id + 1` on, by their `model_type`
 (`create_position_ids_from_input_ids` in transformers)."""
 
+_SEES_PADDING = ("convbert", "fnet")
+"""Networks that add what is at the places of padding, by a convolution or a Fourier transform."""
+_UNBOUNDED = 1 << 20
+"""Tokens of a text for networks that have no table of places."""
+_T5 = ("t5", "mt5", "umt5")
+"""Networks whose encoder alone is served, as sentence-transformers does."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextNetwork:
@@ -61,6 +68,11 @@ class TextNetwork:
     """Places that it has for tokens."""
     pad_id: int
     takes_types: bool = False
+
+    @property
+    def usual_max_tokens(self) -> int:
+        """Most tokens of a text if the folder says nothing."""
+        return 512 if self.max_tokens == _UNBOUNDED else self.max_tokens
 
 
 def network_of(folder: TextFolder, weights: str | None) -> TextNetwork:
@@ -89,14 +101,22 @@ def network_of(folder: TextFolder, weights: str | None) -> TextNetwork:
     options = FolderOptions(weights=weights, trust_remote_code=False, pickled_weights=True)
     source = NetworkFolder(folder.root, options)
     facts = source.config
-    if facts.is_encoder_decoder:
+    if facts.model_type in _SEES_PADDING:
+        raise ModelError(
+            f"{folder.path}: {facts.model_type} mixes neighbouring tokens without a mask, so that "
+            "the vectors of a text would depend on the texts beside it"
+        )
+    facts.use_cache = False
+    auto_class = "AutoModel"
+    if facts.model_type in _T5:
+        auto_class = "AutoModelForTextEncoding"
+    elif facts.is_encoder_decoder:
         raise ModelError(
             f"{folder.path}: {facts.model_type} is an encoder with a decoder, and only encoders "
             "and decoders alone are served"
         )
-    facts.use_cache = False
     return with_facts_of(
-        facts, lambda: TransformersEncoder(source.build("AutoModel", unused=("pooler.",)))
+        facts, lambda: TransformersEncoder(source.build(auto_class, unused=("pooler.",)))
     )
 
 
@@ -106,7 +126,9 @@ def with_facts_of(
     """Describe a network that has a configuration of transformers, and reads its own weights."""
     pad_id = config.pad_token_id
     pad_id = pad_id if isinstance(pad_id, int) and 0 <= pad_id < config.vocab_size else 0
-    places = getattr(config, "max_position_embeddings", None) or 1 << 20
+    places = getattr(config, "max_position_embeddings", None) or _UNBOUNDED
+    if places < 0:  # of XLNet, which counts from each token
+        places = _UNBOUNDED
     if config.model_type in _PAST_PADDING:
         places -= pad_id + 1
     return TextNetwork(
