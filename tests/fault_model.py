@@ -262,7 +262,7 @@ class NumberTextModel(FaultModel):
     """
 
     def __init__(self, *, task: Literal["embedding", "reranking"], **options: object) -> None:
-        """Take the task, and the options of `FaultModel`."""
+        """Choose the task, and the options of `FaultModel`."""
         super().__init__(**options)  # type: ignore[arg-type]  # as they are given
         self.text = TextFacts(task=task, max_tokens=512, vocab_size=100, num_dimensions=2)
 

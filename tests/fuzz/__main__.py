@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a campaign, or send one input again; return the exit status."""
     args = _parser().parse_args(argv)
     console = Console() if sys.stdout.isatty() else Console(width=160)
-    with service(args.replicas, args.front_ends) as target:
+    with service(args.replicas, args.front_ends, args.protocol) as target:
         if args.replay:
             for exchange in replay(target, read_input(args.replay)):
                 console.print(exchange.error or "answered:", markup=False)

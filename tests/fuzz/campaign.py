@@ -21,6 +21,7 @@ from tests.fuzz.grpc_client import GrpcExchange, send_calls
 from tests.fuzz.infer import KINDS as INFER_KINDS
 from tests.fuzz.infer import make_grpc_call, make_infer_input
 from tests.fuzz.inputs import HostileInput, make_input
+from tests.fuzz.texts import TEXT_PROTOCOLS, make_text_input, text_complaint
 from tests.ports import free_port
 
 _MODELS = {
@@ -30,9 +31,17 @@ _MODELS = {
     "grid": {"source": "tests.fuzz.models:Grid"},
     "decoder": {"source": "tests.fuzz.models:Decoder"},
 }
-Protocol = Literal["predict", "infer", "grpc"]
+_TEXTS = "tests.text_model:TextFaultModel"
+_TEXT_MODELS = {
+    "encoder": {"source": _TEXTS},
+    "reranker": {"source": _TEXTS, "options": {"task": "reranking"}},
+    "classifier": {"source": _TEXTS, "options": {"task": "classification"}},
+    "echo": {},
+}
+Protocol = Literal["predict", "infer", "grpc", "embeddings", "rerank", "classify", "tei"]
 PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
-"""Campaigns: all that HTTP has, the calls of other protocols over HTTP, and those over gRPC."""
+"""Campaigns: all that HTTP has, the calls of other protocols over HTTP, those over gRPC, and those
+of texts."""
 _GRPC_PORT = free_port()
 _SETTLE_S = 60.0
 _MAX_GROWTH_BYTES = 64 << 20
@@ -77,14 +86,19 @@ class Verdict:
 
 
 @contextmanager
-def service(replicas: int = 2, front_ends: int = 1) -> Iterator[Running]:
+def service(
+    replicas: int = 2, front_ends: int = 1, protocol: Protocol = "predict"
+) -> Iterator[Running]:
     """Start the service that campaigns are run against."""
+    is_texts = protocol in TEXT_PROTOCOLS
+    models = _TEXT_MODELS if is_texts else _MODELS
     settings = {
         "head_timeout_s": 5.0,
         "grpc_port": _GRPC_PORT,
         "front_ends": front_ends,
-        "default_model": "efficientnet_lite0",
-        "models": {name: {**model, "replicas": replicas} for name, model in _MODELS.items()},
+        "default_model": next(iter(models)),
+        "tei": is_texts,
+        "models": {name: {**model, "replicas": replicas} for name, model in models.items()},
     }
     with running(settings=settings) as started:
         yield started
@@ -128,7 +142,11 @@ def campaign(
             address = f"{target.address[0]}:{_GRPC_PORT}"
             uvloop.run(send_calls(address, calls, on_exchange, num_connections))
         else:
-            make = make_input if protocol == "predict" else make_infer_input
+            make: Callable[[int, int], HostileInput]
+            if protocol in TEXT_PROTOCOLS:
+                make = partial(make_text_input, protocol)
+            else:
+                make = make_input if protocol == "predict" else make_infer_input
             inputs = map(partial(make, seed), in_time)
             uvloop.run(send_all(target.address, inputs, on_exchange, num_connections))
         time.sleep(rest_s)
@@ -181,6 +199,8 @@ def judge(exchange: RawExchange, verdict: Verdict) -> None:
                 verdict.offend(f"{answer.status}, and its problem says {problem}", input)
         if input.kind in INFER_KINDS and answer.status >= 400 and not _has_error(answer.body):
             verdict.offend(f"{answer.status}, and no text `error`: {answer.body[:300]!r}", input)
+        if complaint := text_complaint(input, answer.status, answer.body):
+            verdict.offend(f"{answer.status}, {complaint}: {answer.body[:300]!r}", input)
 
 
 def judge_call(exchange: GrpcExchange, verdict: Verdict) -> None:

@@ -9,7 +9,7 @@ from tests.fuzz.infer import InferMaker
 from tests.fuzz.inputs import HostileInput
 from tests.fuzz.mutate import mutate
 
-_ALPHABET = "abc xyz.,!?'\"\\\n\t0\u00fc\u4e2d\U0001f600\ud800\0\u202e"
+_ALPHABET = "abc xyz.,!?'\"\\\n\t0\u00fc\u4e2d\U0001f600\0\u202e"
 _MODELS = ("encoder", "reranker", "classifier", "echo", "nobody", "", "*", None, 3, "a" * 300)
 _JUNK = (None, 0, -1, 2**63, 1.5, "", "x", [], {}, [[]], True, [[1], 2], 10**30, {"a": 1}, [None])
 _TRUTHS = (True, False, None, 1, "true", "yes", [])
@@ -172,6 +172,42 @@ class TextsMaker(InferMaker):
                 return [self._text() for _ in range(self.choice((1, 1, 2, 3, 5)))]
 
     def _text(self) -> str:
-        num = self.choice((0, 1, 5, 20, 20, 20, 60, 400))
-        text = "".join(self.choices(_ALPHABET, k=num))
-        return text * self.choice((1,) * 60 + (500,))
+        num = self.choice((1, 1, 5, 20, 20, 20, 60, 400))
+        text = "".join(self.choices(_ALPHABET, k=num)) * self.choice((1,) * 60 + (500,))
+        return self.choice((text,) * 60 + ("", "\ud800" + text))
+
+
+# Answers
+
+_ERRORS = {
+    b"/v1/embeddings": ("error.message", "error.type", "error.code"),
+    b"/v1/rerank": ("message", "detail"),
+    b"/v2/rerank": ("message", "detail"),
+    b"/v1/classify": ("message", "detail"),
+    **{
+        start + each.encode(): ("error", "error_type")
+        for each in _TEI_CALLS[:-2]
+        for start in (b"/", b"/tei/encoder/", b"/tei/nobody/")
+    },
+}
+"""The texts that an error of a path must have."""
+
+
+def text_complaint(input: HostileInput, status: int, body: bytes) -> str:
+    """Return what is wrong with the form of an answer; empty if nothing is, or nobody knows."""
+    method, path = input.data.split(b" ", 2)[:2]
+    if not input.kind.startswith("texts-") or method != b"POST":
+        return ""
+    try:
+        value = json.loads(body)
+    except ValueError:
+        return "and no JSON"
+    if status < 400:
+        return ""
+    for name in _ERRORS.get(path, ()):
+        found = value
+        for part in name.split("."):
+            found = found.get(part) if isinstance(found, dict) else None
+        if not isinstance(found, str) or not found:
+            return f"and no text `{name}`"
+    return ""
