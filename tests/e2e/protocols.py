@@ -230,7 +230,7 @@ _KINDS = {
     "predict": _PredictClient, "v2": _V2Client, "v1": _V1Client,
     "embeddings": _EmbeddingsClient, "rerank": _RerankClient, "tei": _TeiClient,
 }  # fmt: skip
-PROTOCOLS = ("predict", "v2", "v1", "grpc", "embeddings", "rerank")
+PROTOCOLS = ("predict", "v2", "v1", "grpc", "embeddings", "rerank", "tei")
 TEXT_MODELS = {"embeddings": "encoder", "rerank": "reranker", "tei": "encoder"}
 """The only models of the protocols of texts: `NumberTextModel`s, whatever name is asked for."""
 

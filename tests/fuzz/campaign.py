@@ -56,8 +56,9 @@ _HEADER_NAMES = frozenset(
     b"content-security-policy content-type cross-origin-opener-policy date etag "
     b"inference-header-content-length last-modified location referrer-policy retry-after server "
     b"server-timing traceparent tracestate transfer-encoding vary www-authenticate "
-    b"x-content-type-options x-frame-options x-model-version x-request-id x-tensor-dtype "
-    b"x-tensor-name x-tensor-shape".split()
+    b"x-compute-characters x-compute-time x-compute-tokens x-content-type-options x-frame-options "
+    b"x-inference-time x-model-version x-queue-time x-request-id x-should-retry x-tensor-dtype "
+    b"x-tensor-name x-tensor-shape x-tokenization-time x-total-time".split()
 )
 """All headers that the service sends by itself: a client has smuggled in any other."""
 _LEDGER = re.compile(

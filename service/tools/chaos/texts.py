@@ -71,7 +71,8 @@ class TeiForm:
 
     def request(self, call: TextCall) -> bytes:
         """Return the same call in this protocol."""
-        body = {"inputs": [_text_in(each) for each in call.instances], "truncate": True}
+        texts = [_text_in(each) for each in call.instances]
+        body = {"inputs": texts, "truncate": True, "normalize": False}
         path = f"/tei/{call.model}/embed"
         return post_request(path, msgspec.json.encode(body), _JSON, call.headers)
 

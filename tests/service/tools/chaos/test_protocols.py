@@ -75,7 +75,7 @@ TEXT_MODELS = {
     "encoder": {"source": TEXTS},
     "reranker": {"source": TEXTS, "options": {"task": "reranking"}},
 }
-_TEXT_PROTOCOLS = {"embeddings": "encoder", "rerank": "reranker"}
+_TEXT_PROTOCOLS = {"embeddings": "encoder", "rerank": "reranker", "tei": "encoder"}
 
 
 @pytest.mark.slow
