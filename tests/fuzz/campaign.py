@@ -54,8 +54,8 @@ _HEADER_LINE = re.compile(rb"([a-zA-Z-]+): [ -~]*")
 _HEADER_NAMES = frozenset(
     b"accept-encoding accept-ranges allow cache-control connection content-encoding content-length "
     b"content-security-policy content-type cross-origin-opener-policy date etag "
-    b"inference-header-content-length last-modified location referrer-policy retry-after server "
-    b"server-timing traceparent tracestate transfer-encoding vary www-authenticate "
+    b"inference-header-content-length last-modified location preference-applied referrer-policy "
+    b"retry-after server server-timing traceparent tracestate transfer-encoding vary www-authenticate "
     b"x-compute-characters x-compute-time x-compute-tokens x-content-type-options x-frame-options "
     b"x-inference-time x-model-version x-queue-time x-request-id x-should-retry x-tensor-dtype "
     b"x-tensor-name x-tensor-shape x-tokenization-time x-total-time".split()
