@@ -99,6 +99,7 @@ CALLS_BY_SETTING = {
     "tei": {
         **{path: f"{_TEI}:{name}" for name in _OF_TEI for path in (f"/{name}", f"/tei/*/{name}")},
         "/predict": f"{_TEI}:SharedPredictProtocol",
+        "/tei/*/any_task": f"{_TEI}:any_task",
     }
 }
 """Further ones, by the setting that turns them on."""

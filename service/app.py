@@ -399,7 +399,13 @@ def _tei(service: Service) -> Part:
 
         return [tei_router(service.catalog.entries, service.settings)]
 
-    return Part(name="Text Embeddings Inference", later={"info": of_default, "tei": of_any})
+    def of_root() -> list[APIRouter]:
+        from inferpool.service.parts.tei.routes import root_router
+
+        return [root_router()]
+
+    later = {"": of_root, "info": of_default, "tei": of_any}
+    return Part(name="Text Embeddings Inference", later=later)
 
 
 def _speed_search(search: SpeedSearch, service: Service) -> Part:

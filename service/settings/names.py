@@ -29,6 +29,7 @@ FLAG_GROUPS: Mapping[str, Mapping[str, str]] = {
         "host": "ADDRESS",
         "port": "N",
         "grpc_port": "N",
+        "tei": "",
         "watch": "FOLDER",
         "front_ends": "N",
         "job_store": "PLACE",

@@ -24,6 +24,7 @@ from inferpool.service.parts.tei.requests import (
     TeiRequest,
     has_inputs,
     parameters_of,
+    read_any,
     read_decode,
     read_embed,
     read_embed_all,
@@ -149,3 +150,4 @@ rerank = partial(TeiProtocol, read_rerank)
 predict = partial(TeiProtocol, read_predict)
 tokenize = partial(TeiProtocol, read_tokenize)
 decode = partial(TeiProtocol, read_decode)
+any_task = partial(TeiProtocol, read_any)

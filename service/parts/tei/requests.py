@@ -256,6 +256,22 @@ def read_decode(exchange: Exchange, entry: ModelEntry, chunks: Sequence[Buffer])
     )
 
 
+def read_any(exchange: Exchange, entry: ModelEntry, chunks: Sequence[Buffer]) -> TeiRequest:
+    """Read a call to /, which is for the task of the model; clients of Hugging Face send these.
+
+    Of an embedding model, TEI's setting TASK says whether it compares sentences; here it is the
+    form of `inputs`.
+    """
+    facts = _facts(entry, None, "model is not about texts")
+    if facts.task == "reranking":
+        return read_rerank(exchange, entry, chunks)
+    if facts.task == "classification":
+        return read_predict(exchange, entry, chunks)
+    body = read_json(exchange, chunks, _inputs)
+    is_similarity = bytes(memoryview(body.inputs)[:1]) == b"{"
+    return (read_similarity if is_similarity else read_embed)(exchange, entry, chunks)
+
+
 def parameters_of(asked: TeiRequest) -> bytes:
     """Return the parameters of a call as JSON; those that are None are left out.
 

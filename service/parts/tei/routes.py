@@ -11,8 +11,12 @@ from typing import Any
 
 from fastapi import APIRouter
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from inferpool.models.spec import Interface, TextFacts
+from inferpool.service.api.asgi import answer
+from inferpool.service.api.exchange import DEFAULT_MODEL
 from inferpool.service.catalog.catalog import ModelVersion
 from inferpool.service.errors import UnavailableError, UnknownModelError
 from inferpool.service.parts.error_routes import routes_with
@@ -196,6 +200,20 @@ def info_router(entries: Mapping[str, ModelVersion], settings: Settings) -> APIR
         if name != "predict":  # which is described as ours
             _describe(router, f"/{name}", name, described)
     return router
+
+
+def root_router() -> APIRouter:
+    """Return the route of calls to / for the default model. The exchange checks their keys."""
+    return APIRouter(routes=[Route("/", _RootCalls(), methods=["POST"], include_in_schema=False)])
+
+
+class _RootCalls:
+    """Hands calls to / to the exchange, by a path of its own; GET there shows the page."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one call."""
+        predict = scope["app"].predict
+        await answer(predict, f"/tei/{DEFAULT_MODEL}/any_task", scope, receive, send)
 
 
 def tei_router(entries: Mapping[str, ModelVersion], settings: Settings) -> APIRouter:
