@@ -55,9 +55,9 @@ _HEADER_NAMES = frozenset(
     b"accept-encoding accept-ranges allow cache-control connection content-encoding content-length "
     b"content-security-policy content-type cross-origin-opener-policy date etag "
     b"inference-header-content-length last-modified location preference-applied referrer-policy "
-    b"retry-after server server-timing traceparent tracestate transfer-encoding vary www-authenticate "
-    b"x-compute-characters x-compute-time x-compute-tokens x-content-type-options x-frame-options "
-    b"x-inference-time x-model-version x-queue-time x-request-id x-should-retry x-tensor-dtype "
+    b"retry-after server server-timing traceparent tracestate transfer-encoding vary "
+    b"www-authenticate x-compute-characters x-compute-time x-compute-tokens x-content-type-options "
+    b"x-frame-options x-inference-time x-model-version x-queue-time x-request-id x-should-retry x-tensor-dtype "
     b"x-tensor-name x-tensor-shape x-tokenization-time x-total-time".split()
 )
 """All headers that the service sends by itself: a client has smuggled in any other."""
