@@ -57,8 +57,8 @@ _HEADER_NAMES = frozenset(
     b"inference-header-content-length last-modified location preference-applied referrer-policy "
     b"retry-after server server-timing traceparent tracestate transfer-encoding vary "
     b"www-authenticate x-compute-characters x-compute-time x-compute-tokens x-content-type-options "
-    b"x-frame-options x-inference-time x-model-version x-queue-time x-request-id x-should-retry x-tensor-dtype "
-    b"x-tensor-name x-tensor-shape x-tokenization-time x-total-time".split()
+    b"x-frame-options x-inference-time x-model-version x-queue-time x-request-id x-should-retry "
+    b"x-tensor-dtype x-tensor-name x-tensor-shape x-tokenization-time x-total-time".split()
 )
 """All headers that the service sends by itself: a client has smuggled in any other."""
 _LEDGER = re.compile(
