@@ -167,7 +167,16 @@ class CohereAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _labels = msgspec.json.Decoder(list[list[ScoredLabel]])
-_members = msgspec.json.Decoder(dict[str, Raw])
+
+
+class _Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    text: Raw = _NULL
+    pair: Raw = _NULL
+    image: Raw = _NULL
+
+
+_pair = msgspec.json.Decoder(_Pair)
+_NO_PAIR = _Pair()
 
 
 class ClassifyProtocol(BodyProtocol[ClassifyRequest]):
@@ -282,11 +291,15 @@ def _instances_of(
         elif first != _BRACE:
             raise ArgumentError(param, 'must be a text, or {"text": ...}', place=place)
         else:
-            names = _members.decode(item).keys()
-            if "image" in names:
-                raise ArgumentError(param, "pictures are not classified here", place=place)
-            if "text" not in names or names - {"text", "pair"}:
-                raise ArgumentError(param, 'must have "text", and may have "pair"', place=place)
+            try:
+                pair = _pair.decode(item)
+            except msgspec.ValidationError:
+                pair = _NO_PAIR
+            if pair.image != _NULL:
+                raise ArgumentError(param, "is a picture; only texts are classified", place=place)
+            if pair.text == _NULL:
+                what = 'must have "text", and may have "pair"'
+                raise ArgumentError(param, what, place=place)
         yield item
 
 
@@ -316,7 +329,7 @@ def _as_cohere(
     best = [each for each in found if each.score > likely] if likely is not None else found[:1]
     return CohereClasses(
         id=id,
-        input=Raw(text) if text[0] == _QUOTE else _members.decode(text)["text"],
+        input=Raw(text) if text[0] == _QUOTE else _pair.decode(text).text,
         prediction=UNSET if is_multi_label else best[0].label,
         confidence=UNSET if is_multi_label else best[0].score,
         predictions=[each.label for each in best],

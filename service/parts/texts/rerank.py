@@ -5,8 +5,9 @@ Sources: Cohere's API reference, "Rerank", versions 1 and 2, with the models of 
 answer has the members of both; a client ignores those that it does not know.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
@@ -43,7 +44,6 @@ _QUOTE, _BRACE = 0x22, 0x7B
 _NESTED = b"[{"
 _NOTHING = Raw()
 _NULL = Raw(b"null")
-_members = msgspec.json.Decoder(dict[str, Raw])
 _scores = msgspec.json.Decoder(list[float])
 _text = msgspec.json.Decoder(str)
 
@@ -75,6 +75,16 @@ class RerankRequest(NamedRequest, frozen=True, gc=False):
         given = {"truncate": self.truncation, "raw_scores": self.raw_scores}
         wanted = {name: value for name, value in given.items() if value is not None}
         return msgspec.json.encode({"count": True, **wanted})
+
+
+class _UsualMembers(msgspec.Struct, frozen=True, gc=False):
+    """The members of a document that are read if a call names no others."""
+
+    text: Raw = _NULL
+    image: Raw = _NULL
+
+
+_usual = msgspec.json.Decoder(_UsualMembers)
 
 
 class TextOfDocument(msgspec.Struct, frozen=True):
@@ -186,7 +196,7 @@ def _query_in(given: Raw) -> bytes:
     return query
 
 
-def _names_in(given: Raw) -> Sequence[str]:
+def _names_in(given: Raw) -> tuple[str, ...]:
     """Return the members of documents that make their text; empty for the usual one.
 
     Raises:
@@ -196,13 +206,16 @@ def _names_in(given: Raw) -> Sequence[str]:
         return ()
     names: dict[str, None] = {}  # a text has a member once, however often it is named
     for index, item in enumerate(items_of(given, MAX_FIELDS, _FIELDS)):
+        place = f"{_FIELDS}[{index}]"
         if item[0] != _QUOTE:
-            raise ArgumentError(f"{_FIELDS}[{index}]", "must be the name of a member")
+            raise ArgumentError(_FIELDS, "must be the name of a member", place=place)
+        if b"\\" in bytes(item):
+            raise ArgumentError(_FIELDS, "must have no backslash", place=place)
         names[_text.decode(item)] = None
-    return list(names)
+    return tuple(names)
 
 
-def _texts_of(documents: Sequence[memoryview], names: Sequence[str]) -> Iterator[Buffer]:
+def _texts_of(documents: Sequence[memoryview], names: tuple[str, ...]) -> Iterator[Buffer]:
     """Yield the text of each document, as JSON.
 
     Raises:
@@ -213,35 +226,48 @@ def _texts_of(documents: Sequence[memoryview], names: Sequence[str]) -> Iterator
         if document[0] == _QUOTE:
             yield document
         elif document[0] != _BRACE:
-            raise ArgumentError(place, 'must be a text, or an object with a "text"')
+            raise ArgumentError(_DOCUMENTS, 'must be a text, or an object with "text"', place=place)
+        elif names:
+            yield _lines_of(document, names, place)
         else:
-            members = _members.decode(document)
-            yield _lines_of(members, names, place) if names else _text_of(members, place)
+            yield _text_of(document, place)
 
 
-def _text_of(members: Mapping[str, Raw], place: str) -> Buffer:
-    text = memoryview(members.get("text", _NULL))
+def _text_of(document: memoryview, place: str) -> Buffer:
+    members = _usual.decode(document)
+    text = memoryview(members.text)
     if text[0] == _QUOTE:
         return text
-    if "image" in members:
-        raise ArgumentError(f"{place}.image", "pictures cannot be ranked here; send a text")
-    raise ArgumentError(place, 'has no "text"; give it one, or name other members in rank_fields')
+    what = 'has no "text"; give it one, or name other members in rank_fields'
+    if members.image != _NULL:
+        what = "is a picture; only texts are ranked here"
+    raise ArgumentError(_DOCUMENTS, what, place=place)
 
 
-def _lines_of(members: Mapping[str, Raw], names: Sequence[str], place: str) -> Buffer:
+def _lines_of(document: memoryview, names: tuple[str, ...], place: str) -> Buffer:
     """Return a line "name: value" for each member that is there (as YAML, in Cohere's words)."""
     lines = []
-    for name in names:
-        if (value := members.get(name, _NULL)) == _NULL:
+    values = msgspec.structs.astuple(_named(names).decode(document))
+    for name, value in zip(names, values, strict=True):
+        if value == _NULL:
             continue
         raw = memoryview(value)
         if raw[0] in _NESTED:
-            raise ArgumentError(f"{place}.{name[:80]}", "must be a text or a number")
+            what = "must be a text or a number"
+            raise ArgumentError(_DOCUMENTS, what, place=f"{place}.{name[:80]}")
         shown = _text.decode(raw) if raw[0] == _QUOTE else bytes(raw).decode()
         lines.append(f"{name}: {shown}")
     if not lines:
-        raise ArgumentError(place, "has none of the members in rank_fields")
+        raise ArgumentError(_DOCUMENTS, "has none of the members in rank_fields", place=place)
     return msgspec.json.encode("\n".join(lines))
+
+
+@lru_cache(maxsize=16)
+def _named(names: tuple[str, ...]) -> "msgspec.json.Decoder[Any]":
+    """Return a decoder for some members of an object: a client may send a million others."""
+    fields = [(f"m{index}", Raw, _NULL) for index in range(len(names))]
+    places = {f"m{index}": name for index, name in enumerate(names)}
+    return msgspec.json.Decoder(msgspec.defstruct("Named", fields, rename=places))
 
 
 def _shown(document: memoryview) -> Raw | TextOfDocument:

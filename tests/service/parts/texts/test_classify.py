@@ -168,7 +168,7 @@ def test_the_labels_of_one_answer_are_bounded() -> None:
         ({"input": 3}, "input: must be a text"),
         ({"input": ["a", ""]}, "input[1]: is an empty text"),
         ({"inputs": ["a", 3]}, "inputs[1]: must be a text"),
-        ({"input": [{"image": "http://x"}]}, "input[0]: pictures"),
+        ({"input": [{"image": "http://x"}]}, "input[0]: is a picture"),
         ({"input": [{"pair": "x"}]}, 'input[0]: must have "text"'),
         ({"input": [{"text": "x", "more": "x"}]}, 'input[0]: must have "text"'),
         (b'{"input": [{"\\ud800": "x"}]}', "half of a surrogate"),
