@@ -186,6 +186,9 @@ class CallProtocol(Protocol):
     All else about them is as for `/predict`. `models.attached.CALLS` has the paths.
     """
 
+    submits_in_turn: ClassVar[bool] = False
+    """Instances without room in the queue wait for those before; a call needs all its answers."""
+
     def name_in(self, call: "Call") -> str | None:
         """Return the key in `Predict.models` that a call asks for.
 

@@ -1,7 +1,8 @@
 """Submits several instances of one call. Runs in the event loop.
 
-A protocol may read more of them than `max_instances_per_request`. Then the rest waits outside of
-the queue: each is submitted once one before it is done, so that one call never fills the queue.
+A protocol may read more of them than `max_instances_per_request`, or need the answers of all. Then
+what finds no room waits outside of the queue: each is submitted once one before it is done, so that
+one call never fills the queue.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ def submit_several(exchange: Exchange, entry: ModelEntry, payloads: Sequence[Pay
     if call.chosen == "content":
         attached("content of several")(call.headers[b"accept"])
     call.num_instances = len(payloads)
-    if len(payloads) > at_once:
+    if len(payloads) > at_once or (call.protocol and call.protocol.submits_in_turn):
         exchange.count()  # its body is kept meanwhile
         if not exchange.response_complete:
             _Rest(exchange, entry, payloads, at_once).submit(at_once)

@@ -65,6 +65,7 @@ class BodyProtocol(CallProtocol, Generic[R]):
     own, which has its body.
     """
 
+    submits_in_turn: ClassVar[bool] = True
     reader: ClassVar[msgspec.json.Decoder[Any]]
     """Decodes bodies."""
 

@@ -144,9 +144,14 @@ async def at_once(client):
     """Make many calls at the same time."""
     made = [client.embeddings.create(model=MODEL, input=MANY[place : place + 40])
             for place in range(0, 1280, 40)]  # fmt: skip
-    found = [vectors(each) for each in await asyncio.gather(*made)]
-    alone = vectors(await client.embeddings.create(model=MODEL, input=MANY[:1280]))
-    tell("32 calls at once", {"same": same([each for group in found for each in group], alone)})
+    try:
+        found = [vectors(each) for each in await asyncio.gather(*made)]
+        alone = vectors(await client.embeddings.create(model=MODEL, input=MANY[:1280]))
+    except Exception as error:
+        tell("32 calls at once", error=failure(error))
+    else:
+        everyone = [each for group in found for each in group]
+        tell("32 calls at once", {"same": same(everyone, alone)})
 
 
 def langchain():

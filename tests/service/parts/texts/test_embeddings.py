@@ -254,8 +254,8 @@ def test_an_input_that_fails_fails_the_call_and_is_named(
 ) -> None:
     error, said = copy(error), error.message
     model = encoder(
-        reply=lambda index: error if index == 1 else result(b"[1,[0]]"),
-        refusals=[None, error] * at_once,
+        reply=lambda index: error if index else result(b"[1,[0]]"),
+        refusals=[None, error, error, error] * at_once,
     )
     answer = ask(model, {"input": ["a", "b", "c"]})
     found = refused(answer, status)
@@ -359,6 +359,20 @@ async def test_many_inputs_are_submitted_in_turn(way: Way) -> None:
         vectors = [each["embedding"][0] for each in answer.json["data"]]
         assert [texts[place] for place in vectors] == [f"text {n}" for n in range(MAX_INPUTS)]
         assert server.protocol.predict.unfinished.held.total == 0
+
+
+@pytest.mark.parametrize("num", [3, 16, 40])
+async def test_a_call_with_more_inputs_than_there_is_room_for_waits(num: int) -> None:
+    model, room = encoder(), OverloadedError("the queue is full", retry_after_s=1)
+    submit, model.submit = model.submit, lambda *args, **more: submit_if_room(*args, **more)  # type: ignore[method-assign]  # it is a fake
+
+    def submit_if_room(*args: Any, **more: Any) -> Any:
+        if sum(not future.done() for future in model.futures) >= 2:
+            raise room
+        return submit(*args, **more)
+
+    async with serve(model, max_instances=16) as server:
+        assert len((await many(server, num)).json["data"]) == num
 
 
 async def test_no_more_of_one_call_are_in_the_queue_than_a_request_may_have() -> None:

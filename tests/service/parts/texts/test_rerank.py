@@ -208,7 +208,7 @@ def test_a_thousand_documents_are_submitted_in_turn() -> None:
 def test_a_document_that_fails_fails_the_call(
     error: Any, status: int, said: str, retry_after: str | None
 ) -> None:
-    model = FakeModel(lambda index: error if index == 1 else result(b"[1,0.5]"), interface=RANKS)
+    model = FakeModel(lambda index: error if index else result(b"[1,0.5]"), interface=RANKS)
     answer = ask(model, {"query": "q", "documents": ["a", "b", "c"]})
     assert answer.status_code == status
     assert said in answer.json()["message"]
