@@ -5,6 +5,7 @@ Members, their defaults and the words of errors are those of TEI's router (`rout
 that nobody knows are ignored.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -100,6 +101,8 @@ class _Keys(msgspec.Struct, gc=False):
     instances: Raw = _NOTHING
 
 
+_OUR_START = re.compile(rb'\s*\{\s*"instances"')
+"""The start of most bodies that are ours; they need not be searched."""
 _embed = msgspec.json.Decoder(_EmbedRequest)
 _inputs = msgspec.json.Decoder(_InputsRequest)
 _rerank = msgspec.json.Decoder(_RerankRequest)
@@ -117,7 +120,7 @@ def has_inputs(text: bytes) -> bool:
 
     A member whose name is written with escapes is not found.
     """
-    if b'"inputs"' not in text:
+    if _OUR_START.match(text) or b'"inputs"' not in text:
         return False
     try:
         body = _keys.decode(text)
