@@ -84,20 +84,22 @@ class SentenceEncoder(TextModel):
         super().load(placement)
         layers = build_layers(self._head.layers, reads_weights=self._reads_weights)
         self._layers = layers.to(self.device)
-        self.text = TextFacts(
-            task="embedding",
-            max_tokens=self.max_tokens,
-            vocab_size=self.tokenizer.vocab_size,
-            num_dimensions=self.width,
-            pooling="+".join(self._poolings),
-        )
+        pooling = "+".join(self._poolings)
+        if [each.name for each in self.outputs] == ["embedding"]:  # a subclass may have others
+            self.text = TextFacts(
+                task="embedding",
+                max_tokens=self.max_tokens,
+                vocab_size=self.tokenizer.vocab_size,
+                num_dimensions=self.width,
+                pooling=pooling,
+            )
         self._num_skipped = {text: self._prompt_tokens(text) for text in self._prompts()}
         logger.info(
             "%s: an encoder of texts, %s, %d features, pooled by %s, up to %d tokens",
             self._folder.path,
             self._folder.config.model_type,
             self.width,
-            self.text.pooling,
+            pooling,
             self.max_tokens,
         )
 

@@ -65,7 +65,6 @@ def bert():
 
     torch.manual_seed(0)
     config = BertConfig(
-        model_type="bert",
         vocab_size=100,
         hidden_size=32,
         num_hidden_layers=3,

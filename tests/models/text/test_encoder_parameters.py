@@ -11,13 +11,22 @@ from torch.nn import functional
 
 from inferpool.models.errors import Answered, InputError, ModelError
 from inferpool.models.sources.registry import build
-from inferpool.models.text.encoder import packaged_folder
+from inferpool.models.spec import TensorSpec
+from inferpool.models.text.encoder import SentenceEncoder, packaged_folder
 from inferpool.models.text.prose import PROSE
 from tests.models.items import answers, bytes_item, json_item, loaded
 from tests.models.text.recorded import FILE, write_folder
 
 TEXT = "How do I get there?"
 IDS = [101, 2129, 2079, 1045, 2131, 2045, 1029, 102]
+
+
+class Labels(SentenceEncoder):
+    """A model that makes something else of the vectors."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.outputs = [TensorSpec(name="scores", dtype="float32", shape=(-1, 3))]
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +184,7 @@ def test_facts_about_texts_are_there_once_it_is_loaded(model, raw_model):
     assert (facts.task, facts.max_tokens, facts.vocab_size) == ("embedding", 256, 30522)
     assert (facts.num_dimensions, facts.pooling) == (384, "mean")
     assert (raw_model.text.num_dimensions, raw_model.text.pooling) == (5, "cls")
+    assert loaded(Labels(packaged_folder())).text is None
 
 
 def test_the_pooling_may_be_chosen(model):
