@@ -52,6 +52,8 @@ _FAULTS: dict[type[ServiceError], tuple[int, str]] = {
 _TYPES = {429: "Overloaded", 503: "Unhealthy"}
 """TEI's names of kinds of errors, by their status; other mistakes of clients are "Validation"."""
 _FIRST_OF_OURS = 500
+ONLY_LABEL = "LABEL_0"
+"""The label of a reranker that names none, as transformers calls it."""
 
 
 class _ErrorBody(msgspec.Struct, frozen=True):

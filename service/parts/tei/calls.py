@@ -45,6 +45,8 @@ _JSON_TYPES = (b"application/json", b"application/x-www-form-urlencoded", b"")
 class TeiProtocol(CallProtocol):
     """Calls to one of the paths. An object is shared by all calls whose body has not been read."""
 
+    submits_in_turn = True
+
     def __init__(self, read: Reader) -> None:
         """Store what reads a body."""
         self._read = read

@@ -19,8 +19,14 @@ from inferpool.service.api.codecs.body import Payload
 from inferpool.service.api.codecs.json import SPACE
 from inferpool.service.api.codecs.parameters import merge
 from inferpool.service.api.exchange import Exchange, ModelEntry
-from inferpool.service.errors import BadRequestError, InvalidInputError, UnavailableError
+from inferpool.service.errors import (
+    BadRequestError,
+    InvalidInputError,
+    TooLargeError,
+    UnavailableError,
+)
 from inferpool.service.parts.tei.answers import (
+    ONLY_LABEL,
     EmptyInputsError,
     Render,
     WrongTaskError,
@@ -184,6 +190,12 @@ def read_rerank(exchange: Exchange, entry: ModelEntry, chunks: Sequence[Buffer])
     _facts(entry, "reranking", "model is not a re-ranker model")
     num_characters = _count_all(texts, "texts", may_be_empty=True)
     query = msgspec.json.encode(body.query)
+    most_bytes = exchange.predict.limits.max_body_bytes
+    if len(query) * len(texts) > most_bytes:
+        raise TooLargeError(
+            f"query: its {len(query)} bytes with each of {len(texts)} texts are more than "
+            f"{most_bytes} bytes (the setting max_body_bytes); send fewer texts at once"
+        )
     return TeiRequest(
         payloads=[_pair(b"query", query, b"text", each) for each in texts],
         parameters={**_options(body, has_prompts=False), "raw_scores": body.raw_scores},
@@ -207,7 +219,7 @@ def read_predict(exchange: Exchange, entry: ModelEntry, chunks: Sequence[Buffer]
         top_k, render = len(labels) or None, predictions(None)
     else:
         payloads = [_query_and_text(each) for each in sequences]
-        top_k, render = None, predictions(labels[0] if labels else "LABEL_0")
+        top_k, render = None, predictions(labels[0] if labels else ONLY_LABEL)
     return TeiRequest(
         payloads=payloads,
         parameters={

@@ -20,7 +20,7 @@ from inferpool.service.api.exchange import DEFAULT_MODEL
 from inferpool.service.catalog.catalog import ModelVersion
 from inferpool.service.errors import UnavailableError, UnknownModelError
 from inferpool.service.parts.error_routes import routes_with
-from inferpool.service.parts.tei.answers import WrongTaskError, error_answer
+from inferpool.service.parts.tei.answers import ONLY_LABEL, WrongTaskError, error_answer
 from inferpool.service.settings.settings import Settings
 from inferpool.service.telemetry.versions import version_of
 
@@ -315,7 +315,7 @@ def _info(entries: Mapping[str, ModelVersion], name: str | None, settings: Setti
 def _type_of(interface: Interface, facts: TextFacts) -> Mapping[str, Mapping[str, Any]]:
     if facts.task == "embedding":
         return {"embedding": {"pooling": _POOLINGS.get(facts.pooling, facts.pooling)}}
-    labels = interface.labels or ("LABEL_0",)
+    labels = interface.labels or (ONLY_LABEL,)
     names = {
         "id2label": {str(index): label for index, label in enumerate(labels)},
         "label2id": {label: index for index, label in enumerate(labels)},

@@ -55,7 +55,7 @@ def model_of(task: Task, *answers: object) -> FakeModel:
 
 def ask(model: FakeModel, path: str, body: object, **request: Any) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    limits = Limits(max_json_bytes=2000, max_instances=4)
+    limits = Limits(max_json_bytes=2000, max_body_bytes=3500, max_instances=4)
     predict = endpoint(model, limits=limits, optional=["tei"])
     return call(predict, request.pop("method", "POST"), path, content=content, **request)
 
@@ -211,6 +211,23 @@ def test_a_reranker_predicts_its_only_label_for_a_pair() -> None:
     assert (refused.status_code, refused.json()["error_type"]) == (422, "Validation")
 
 
+def test_a_query_counts_with_each_text() -> None:
+    body = {"query": "a" * 900, "texts": ["b"] * 4}
+    answer = ask(model_of("reranking"), "/rerank", body)
+    assert (answer.status_code, answer.json()["error_type"]) == (413, "Validation")
+    assert ask(model_of("reranking"), "/rerank", {**body, "texts": ["b"] * 3}).is_success
+
+
+def test_inputs_of_one_call_wait_for_room() -> None:
+    model = model_of("embedding", [1], [2], [3])
+    model._refusals = [None, OverloadedError("the queue is full"), None, None]
+    answer = ask(model, "/embed", {"inputs": ["a", "b", "c"]})
+    assert answer.json() == [[1], [2], [3]]
+    refused = ask(model_of("embedding", OverloadedError("it is full")), "/embed", {"inputs": "a"})
+    assert (refused.status_code, refused.json()["error_type"]) == (429, "Overloaded")
+    assert refused.headers["retry-after"] == "1"
+
+
 def test_tokens_come_from_a_worker() -> None:
     tokens = [{"id": 7, "text": "a", "special": False, "start": 0, "stop": 1}]
     model = model_of("reranking")
@@ -316,7 +333,6 @@ def test_a_model_that_is_not_about_texts_is_refused_and_one_that_loads_is_unheal
 @pytest.mark.parametrize(
     ("error", "status", "kind"),
     [
-        (OverloadedError("the queue is full"), 429, "Overloaded"),
         (UnavailableError("no worker is ready"), 503, "Unhealthy"),
         (DeadlineExceededError("too late"), 504, "Backend"),
         (ModelFailedError("forward raised"), 424, "Backend"),
@@ -333,7 +349,7 @@ def test_an_input_that_fails_fails_the_call_and_is_named(
     answer = ask(model_of("embedding", [1], error), "/embed", {"inputs": ["a", [1], "c"]})
     assert (answer.status_code, answer.json()["error_type"]) == (status, kind)
     assert answer.json()["error"].removeprefix("inputs[1]").removeprefix(": ") == said
-    assert ("retry-after" in answer.headers) == (status in (429, 503))
+    assert ("retry-after" in answer.headers) == (status == 503)
     alone = ask(model_of("embedding", error), "/embed", {"inputs": [1]})
     assert alone.status_code == status
     assert alone.json()["error"].removeprefix("inputs").removeprefix(": ") == said
