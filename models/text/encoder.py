@@ -48,6 +48,8 @@ class SentenceEncoder(TextModel):
         max_tokens: Most tokens of a text; by default as the folder says, up to 8,192.
         prompt: Beginning of each text; by default as the folder says.
         pooling: How the vectors of tokens become one; by default as the folder says.
+        trust_remote_code: Whether code that lies in the folder may run, for networks that
+            transformers does not have.
     """
 
     can_run_ahead = True
@@ -62,10 +64,12 @@ class SentenceEncoder(TextModel):
         max_tokens: int | None = None,
         prompt: str | None = None,
         pooling: str | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         files = read_folder(Path(folder))
         self._head = head = read_head(files.path)
-        super().__init__(files, network_of(files, weights), max_tokens=max_tokens)
+        network = network_of(files, weights, trust_remote_code=trust_remote_code)
+        super().__init__(files, network, max_tokens=max_tokens)
         if pooling is not None and pooling not in POOLINGS:
             raise ModelError(f"pooling must be one of {', '.join(POOLINGS)}, not {pooling!r}")
         self._poolings = (pooling,) if pooling else head.poolings

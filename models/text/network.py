@@ -75,12 +75,15 @@ class TextNetwork:
         return 512 if self.max_tokens == _UNBOUNDED else self.max_tokens
 
 
-def network_of(folder: TextFolder, weights: str | None) -> TextNetwork:
+def network_of(
+    folder: TextFolder, weights: str | None, *, trust_remote_code: bool = False
+) -> TextNetwork:
     """Find the network that encodes tokens, float32 [B, T, H].
 
     Args:
         folder: The folder.
         weights: "DEFAULT" for the folder's, a checkpoint's path, or None for random ones.
+        trust_remote_code: Whether code that lies in the folder may run.
 
     Raises:
         ModelError: The folder has no such network.
@@ -98,7 +101,9 @@ def network_of(folder: TextFolder, weights: str | None) -> TextNetwork:
             pad_id=config.pad_token_id or 0,
         )
     # They are read as tensors alone, as ours are.
-    options = FolderOptions(weights=weights, trust_remote_code=False, pickled_weights=True)
+    options = FolderOptions(
+        weights=weights, trust_remote_code=trust_remote_code, pickled_weights=True
+    )
     source = NetworkFolder(folder.root, options)
     facts = source.config
     if facts.model_type in _SEES_PADDING:
@@ -110,7 +115,7 @@ def network_of(folder: TextFolder, weights: str | None) -> TextNetwork:
     auto_class = "AutoModel"
     if facts.model_type in _T5:
         auto_class = "AutoModelForTextEncoding"
-    elif facts.is_encoder_decoder:
+    elif getattr(facts, "is_encoder_decoder", False):
         raise ModelError(
             f"{folder.path}: {facts.model_type} is an encoder with a decoder, and only encoders "
             "and decoders alone are served"
@@ -123,8 +128,15 @@ def network_of(folder: TextFolder, weights: str | None) -> TextNetwork:
 def with_facts_of(
     config: Any, build: Callable[[], nn.Module], *, takes_types: bool = False
 ) -> TextNetwork:
-    """Describe a network that has a configuration of transformers, and reads its own weights."""
-    pad_id = config.pad_token_id
+    """Describe a network that has a configuration of transformers, and reads its own weights.
+
+    Raises:
+        ModelError: The configuration lacks a size.
+    """
+    for name in ("hidden_size", "vocab_size"):
+        if not isinstance(getattr(config, name, None), int):
+            raise ModelError(f"the config.json of a {config.model_type} says no {name}")
+    pad_id = getattr(config, "pad_token_id", None)
     pad_id = pad_id if isinstance(pad_id, int) and 0 <= pad_id < config.vocab_size else 0
     places = getattr(config, "max_position_embeddings", None) or _UNBOUNDED
     if places < 0:  # of XLNet, which counts from each token

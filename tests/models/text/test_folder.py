@@ -66,6 +66,19 @@ def test_texts_are_lowercased_where_the_folder_says_so(recorded, tmp_path):
     assert capitals == pytest.approx(small)
 
 
+def test_the_network_may_lie_in_a_folder_of_its_own(recorded, tmp_path):
+    folder = write_folder(tmp_path, recorded["mean"])
+    (folder / "0_Transformer").mkdir()
+    for name in ("config", "tokenizer", "tokenizer_config", "sentence_bert_config", "model"):
+        (file,) = folder.glob(f"{name}.*")
+        file.rename(folder / "0_Transformer" / file.name)
+    path = folder / "modules.json"
+    path.write_text(path.read_text().replace('"path": ""', '"path": "0_Transformer"', 1))
+    model = loaded(build(f"encoder:{folder}", "DEFAULT", {}))
+    found = torch.tensor(answers(model, [json_item(TEXTS[0])])[0])
+    torch.testing.assert_close(found, torch.tensor(recorded["mean"]["vectors"][0]))
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [

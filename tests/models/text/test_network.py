@@ -1,10 +1,12 @@
 """Networks of many families, with random weights, against transformers itself."""
 
+import json
 import shutil
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 
 from inferpool.models.errors import ModelError
 from inferpool.models.sources.registry import build
@@ -125,3 +127,45 @@ def test_networks_that_cannot_encode_texts_are_refused(config, said, tmp_path):
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(ModelError, match=said):
         build(f"encoder:{tmp_path}", "DEFAULT", {})
+
+
+CODE = """
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+class Config(PretrainedConfig):
+    model_type = "mine"
+
+class Network(PreTrainedModel):
+    config_class = Config
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.table = torch.nn.Embedding(1000, config.hidden_size)
+        self.post_init()
+
+    def forward(self, input_ids, attention_mask):
+        return BaseModelOutput(last_hidden_state=self.table(input_ids))
+"""
+
+
+def test_code_in_a_folder_runs_only_if_the_options_allow_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "c"))
+    shutil.copy(packaged_folder() / "tokenizer.json", tmp_path)
+    (tmp_path / "mine.py").write_text(CODE)
+    table = torch.randn(1000, 4)
+    save_file({"table.weight": table}, tmp_path / "model.safetensors", {"format": "pt"})
+    auto = {"AutoConfig": "mine.Config", "AutoModel": "mine.Network"}
+    config = {"model_type": "mine", "hidden_size": 4, "vocab_size": 1000, "auto_map": auto}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"runs only with options\.trust_remote_code = true"):
+        build(f"encoder:{tmp_path}", "DEFAULT", {})
+    options = {"trust_remote_code": True}
+    model = loaded(build(f"encoder:{tmp_path}", "DEFAULT", options))
+    torch.testing.assert_close(
+        run(model, [json_item({"ids": [7, 9]})])["embedding"][0], table[[7, 9]].mean(0)
+    )
+    (tmp_path / "config.json").write_text(json.dumps({**config, "hidden_size": "4"}))
+    with pytest.raises(ModelError, match="of a mine says no hidden_size"):
+        build(f"encoder:{tmp_path}", "DEFAULT", options)
