@@ -19,6 +19,7 @@ from tests.clients.perf import MODES, WORK, measure
 from tests.clients.recording import record
 from tests.clients.scripts.telling import KEY
 from tests.clients.service import served
+from tests.clients.texts import TEXT_CLIENTS, text_rows
 from tests.clients.triton_server import triton
 
 OUT = Path(tempfile.gettempdir()) / "inferpool-clients"
@@ -61,12 +62,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             assert theirs is not None, "--record needs --triton"
             record(environments, args.out, theirs)
             return 0
+        wrong = 0
+        if args.calls and not args.triton:
+            names = [each for each in args.only or TEXT_CLIENTS if each in TEXT_CLIENTS]
+            wrong = call_with_texts(environments, args.out / "texts", names)
+        if args.only and not set(args.only) & set(CLIENTS):
+            return int(wrong > 0)
         (args.out / "admin.key").write_text(KEY)
         settings = {"admin_keys_file": str(args.out / "admin.key")}
         ours = stack.enter_context(served(args.out, settings))
-        wrong = 0
         if args.calls:
-            wrong = compare_calls(environments.clients(), args.only, ours, theirs, args.out)
+            names = [each for each in args.only or CLIENTS if each in CLIENTS]
+            wrong += compare_calls(environments.clients(), names, ours, theirs, args.out)
         if args.perf:
             wrong += compare_load(environments, ours, theirs, args.rounds)
     return int(wrong > 0)
@@ -82,7 +89,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--python", default="3.11", help="Python of the clients")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of environments and logs")
-    parser.add_argument("--only", choices=CLIENTS, action="append", help="these clients alone")
+    parser.add_argument(
+        "--only", choices=[*CLIENTS, *TEXT_CLIENTS], action="append", help="these clients alone"
+    )
     parser.add_argument("--no-calls", dest="calls", action="store_false")
     parser.add_argument("--perf", action="store_true", help="perf_analyzer in four modes too")
     parser.add_argument("--rounds", type=int, default=3, help="how often perf_analyzer measures")
@@ -91,11 +100,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def compare_calls(
-    python: Path, only: Sequence[str] | None, ours: Ports, theirs: Ports | None, out: Path
+    python: Path, clients: Sequence[str], ours: Ports, theirs: Ports | None, out: Path
 ) -> int:
     """Make each client's calls to both servers; return how many answers are wrong."""
     rows: list[tuple[str, str, str, str]] = []
-    for client in only or CLIENTS:
+    for client in clients:
         script, kind = CLIENTS[client]
         place = int(kind == "grpc")
         needs = {"PREDICT": f"http://127.0.0.1:{ours[0]}", "PHOTO": str(PHOTO)}
@@ -110,10 +119,25 @@ def compare_calls(
             told = calls_of(python, script, kind, f"127.0.0.1:{theirs[place]}")
         rows += [(client, *row) for row in rows_of(found, told)]
     (out / "calls.json").write_text(json.dumps(rows, indent=1))
+    return say_rows(rows)
+
+
+def call_with_texts(environments: Environments, folder: Path, clients: Sequence[str]) -> int:
+    """Make the calls of clients that are about texts; return how many answers are wrong."""
+    if not clients:
+        return 0
+    folder.mkdir(exist_ok=True)
+    rows = [*text_rows(environments, folder, clients)]
+    (folder / "calls.json").write_text(json.dumps(rows, indent=1))
+    return say_rows(rows)
+
+
+def say_rows(rows: Sequence[tuple[str, str, str, str]]) -> int:
+    """Print what is not as it should be, and a line for each client; return the faults."""
     for client, call, result, text in rows:
-        if result not in ("same", "answered"):
+        if result not in ("same", "answered", "right"):
             say(f"{client:22} {call:44} {result:10} {' '.join(text.split())}")
-    for client in only or CLIENTS:
+    for client in dict.fromkeys(name for name, *_ in rows):
         results = [result for name, _, result, _ in rows if name == client]
         counts = (f"{results.count(each)} {each}" for each in dict.fromkeys(results))
         say(f"{client:22} {len(results):3} calls: {', '.join(counts)}")

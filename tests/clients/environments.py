@@ -40,11 +40,11 @@ class Environments:
 
     def clients(self) -> Path:
         """Return the interpreter that has tritonclient and kserve."""
-        return self._made("clients", CLIENTS)
+        return self.made("clients", CLIENTS)
 
     def triton(self, python: str) -> Path:
         """Return the interpreter that has pytriton, made from one that it runs with."""
-        return self._made("triton", (_PYTRITON,), python=python)
+        return self.made("triton", (_PYTRITON,), python=python)
 
     def perf_analyzer(self) -> tuple[Path, dict[str, str]]:
         """Return the program perf_analyzer, and the variables that it needs.
@@ -52,7 +52,7 @@ class Environments:
         It is that of an older tritonclient: later ones need a newer libc than Debian 12 has.
         """
         packages = ("--no-deps", "tritonclient==2.50.0", _PYTRITON)
-        home = self._made("perf_analyzer", packages).parent.parent
+        home = self.made("perf_analyzer", packages).parent.parent
         libraries = home / "perf_libraries"
         libraries.mkdir(exist_ok=True)
         (bundled,) = home.glob("lib/python*/site-packages/nvidia_pytriton.libs")
@@ -62,7 +62,8 @@ class Environments:
             link.symlink_to(next(bundled.glob(pattern)))
         return home / "bin/perf_analyzer", {"LD_LIBRARY_PATH": str(libraries)}
 
-    def _made(self, name: str, packages: Sequence[str], python: str = "") -> Path:
+    def made(self, name: str, packages: Sequence[str], python: str = "") -> Path:
+        """Return the interpreter of an environment with these packages."""
         home = self._folder / name
         interpreter, mark = home / "bin/python", home / "packages.json"
         if not mark.exists() or json.loads(mark.read_text()) != [*packages]:
@@ -123,6 +124,6 @@ def _call(line: dict[str, Any]) -> ClientCall:
         has_status = isinstance(answer, dict) and isinstance(answer.get("status"), int)
         status = str(answer["status"]) if has_status else "200"
         return ClientCall(line["call"], status, answer)
-    status = error["status"].rpartition(".")[2]
+    status = str(error["status"]).rpartition(".")[2]
     status = error["type"] if status == "None" else status
     return ClientCall(line["call"], status, None, error["text"])

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,17 +18,22 @@ _STOP_S = 60.0
 
 
 @contextmanager
-def served(folder: Path, settings: dict[str, object]) -> Iterator[tuple[int, int]]:
+def served(
+    folder: Path,
+    settings: dict[str, object],
+    models: Mapping[str, Mapping[str, object]] = SETTINGS | REAL_MODELS,
+) -> Iterator[tuple[int, int]]:
     """Serve the models; yield the ports for HTTP and gRPC.
 
     Args:
         folder: Place of the settings file and of the log.
         settings: Further settings of the service.
+        models: Their settings.
     """
     http, grpc = free_port(), free_port()
     found = {"host": "127.0.0.1", "port": http, "grpc_port": grpc, "front_ends": 1, **settings}
     lines = [f"{key} = {json.dumps(value)}" for key, value in found.items()]
-    for name, values in (SETTINGS | REAL_MODELS).items():
+    for name, values in models.items():
         lines += [f"[models.{name}]", *(f"{k} = {json.dumps(v)}" for k, v in values.items())]
     (folder / "inferpool.toml").write_text("\n".join(lines) + "\n")
     log = folder / "inferpool.log"

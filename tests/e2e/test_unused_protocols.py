@@ -19,7 +19,10 @@ def write(*_):
 signal.signal({number}, write)
 """
 _ROOM = "inferpool.service.parts"
-V2, V1 = f"{_ROOM}.open_inference", f"{_ROOM}.kserve_v1"
+V2, V1, TEXTS, TEI = (
+    f"{_ROOM}.{each}" for each in ("open_inference", "kserve_v1", "texts", "tei")
+)
+ALL = {V2, V1, TEXTS, TEI, "grpc", "google.protobuf"}
 
 
 def loaded_by(service: Running, folder: Path) -> set[str]:
@@ -49,7 +52,11 @@ def test_calls_to_predict_load_nothing_of_other_protocols(tmp_path: Path):
             assert service.post(content=b"x", headers=octets).status_code == 200
         loaded = loaded_by(service, tmp_path)
         assert f"{_ROOM}.live" in loaded  # so it does list what there is
-        assert loaded & {V2, V1, "grpc", "google.protobuf"} == set()
+        assert loaded & ALL == set()
         body = {"inputs": [{"name": "x", "shape": [1], "datatype": "INT32", "data": [1]}]}
         assert service.post("/v2/models/echo/infer", json=body).status_code == 200
-        assert loaded_by(service, tmp_path) & {V2, V1, "grpc", "google.protobuf"} == {V2}
+        assert loaded_by(service, tmp_path) & ALL == {V2}
+        assert service.post("/v1/embeddings", json={"input": "a"}).status_code == 400
+        loaded = loaded_by(service, tmp_path)
+        assert loaded & ALL == {V2, TEXTS}
+        assert f"{TEXTS}.rerank" not in loaded

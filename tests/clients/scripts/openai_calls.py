@@ -141,7 +141,8 @@ async def others(client, finished):
 
 
 async def at_once(client):
-    """Make many calls at the same time."""
+    """Make many calls at the same time; some may be refused at first, and are tried again."""
+    client = client.with_options(max_retries=50)
     made = [client.embeddings.create(model=MODEL, input=MANY[place : place + 40])
             for place in range(0, 1280, 40)]  # fmt: skip
     try:
