@@ -19,9 +19,7 @@ def write(*_):
 signal.signal({number}, write)
 """
 _ROOM = "inferpool.service.parts"
-V2, V1, TEXTS, TEI = (
-    f"{_ROOM}.{each}" for each in ("open_inference", "kserve_v1", "texts", "tei")
-)
+V2, V1, TEXTS, TEI = (f"{_ROOM}.{each}" for each in ("open_inference", "kserve_v1", "texts", "tei"))
 ALL = {V2, V1, TEXTS, TEI, "grpc", "google.protobuf"}
 
 
