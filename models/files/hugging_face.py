@@ -27,11 +27,14 @@ TEXT_SUFFIX = "ForSequenceClassification"
 """End of the names of networks that score texts, or pairs of texts."""
 _ENCODER_SUFFIXES = ("Model", "ForMaskedLM", "ForPreTraining")
 """Ends of the names of networks that encode texts: they have no part for a task of their own."""
+_OF_OURS = ("BertModel", f"Bert{TEXT_SUFFIX}")
+"""Networks that are served by our own code."""
 FolderForm: TypeAlias = Literal["transformers", "encoder", "reranker"]
 """Prefix of the source that serves a folder."""
 
 
 class _Config(msgspec.Struct):
+    model_type: str | None = None
     architectures: Sequence[str] | None = None
     id2label: Mapping[str, Any] | None = None
     num_labels: int | None = None
@@ -89,6 +92,14 @@ def is_scorer(folder: Path) -> bool:
 def has_task(folder: Path) -> bool:
     """Return whether a folder has a network that `transformers:FOLDER` serves."""
     return is_scorer(folder) or any(task_of(each) for each in architectures_of(folder))
+
+
+def needs_transformers(folder: Path) -> bool:
+    """Return whether a served folder's network is one of the library transformers."""
+    config = _config_of(folder)
+    return config.model_type not in (None, "bert") or any(
+        each not in _OF_OURS for each in config.architectures or ()
+    )
 
 
 def why_no_task(folder: Path) -> str:

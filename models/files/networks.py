@@ -4,7 +4,6 @@ Nothing is fetched, no code of the folder's runs, and only safetensors are read,
 say so. transformers takes seconds to import, so that is done as late as possible.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,8 +17,6 @@ from inferpool.models.accelerator.failures import lacks_resources
 from inferpool.models.errors import CheckpointError, ModelError, SourceError
 from inferpool.models.files.checkpoint import first_line, read_weights
 from inferpool.models.files.opened import announce
-
-logger = logging.getLogger(__name__)
 
 _SAFE = ("model.safetensors", "model.safetensors.index.json")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -54,7 +51,7 @@ class NetworkFolder:
         if not path.is_dir():
             raise SourceError(f"there is no folder {path} (looked for from {Path.cwd()})")
         self.path = path
-        self._options = options
+        self.options = options
 
     @cached_property
     def library(self) -> Any:
@@ -88,7 +85,7 @@ class NetworkFolder:
             CheckpointError: The weights are missing, or are those of another network.
         """
         auto = getattr(self.library, auto_class)
-        weights = self._options.weights
+        weights = self.options.weights
         if weights == "DEFAULT":
             return self._pretrained(auto, unused)
         inner: Any = self.read(
@@ -107,22 +104,10 @@ class NetworkFolder:
             unused,
         )
 
-    def log_found(self, architecture: str, more: str) -> None:
-        """Log what was found in the folder."""
-        weights = self._options.weights
-        logger.info(
-            "%s: %s of transformers %s, with %s; %s",
-            self.path,
-            architecture,
-            self.library.__version__,
-            "the folder's weights" if weights == "DEFAULT" else weights or "random weights",
-            more,
-        )
-
     def _pretrained(self, auto: Any, unused: Sequence[str]) -> nn.Module:
         is_safe = any((self.path / name).is_file() for name in _SAFE)
         has_pickle = any((self.path / name).is_file() for name in _PICKLED)
-        if not is_safe and not (has_pickle and self._options.pickled_weights):
+        if not is_safe and not (has_pickle and self.options.pickled_weights):
             hint = (
                 "its weights are pickled: convert them to safetensors, or set "
                 "options.pickled_weights = true to have them read as tensors alone"
@@ -169,7 +154,7 @@ class NetworkFolder:
         Raises:
             SourceError: It failed.
         """
-        trusts = self._options.trust_remote_code
+        trusts = self.options.trust_remote_code
         try:
             return read(
                 str(self.path.absolute()),

@@ -1,5 +1,6 @@
 """Loads a network and its picture processor from a folder. Runs in worker processes only."""
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +16,8 @@ from inferpool.models.files.hugging_face import Task, architectures_of, task_of,
 from inferpool.models.files.networks import FolderOptions, NetworkFolder, some_names
 from inferpool.models.vision.images import check_size
 from inferpool.models.vision.pictures import check_stretch
+
+logger = logging.getLogger(__name__)
 
 _AUTO_CLASSES: Mapping[Task, str] = {
     "classification": "AutoModelForImageClassification",
@@ -134,7 +137,16 @@ class PictureFolder(NetworkFolder):
         """Log what was found in the folder."""
         labels = self.config.id2label
         names = [labels[number] for number in sorted(labels)]
-        self.log_found(self.architecture, f"{len(names)} classes: {some_names(names)}")
+        weights = self.options.weights
+        logger.info(
+            "%s: %s of transformers %s, with %s; %d classes: %s",
+            self.path,
+            self.architecture,
+            self.library.__version__,
+            "the folder's weights" if weights == "DEFAULT" else weights or "random weights",
+            len(names),
+            some_names(names),
+        )
 
 
 def _edge(processor: Any, name: str) -> int | None:

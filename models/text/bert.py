@@ -83,7 +83,14 @@ class Bert(nn.Module):
 
     def forward(self, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
         """Encode texts padded at their ends, where the mask is False."""
-        x_BTH: Tensor = self.encoder(self.embeddings(ids_BT), mask_BT[:, None, None, :])
+        return self.encoded(ids_BT, mask_BT)
+
+    def encoded(self, ids_BT: Tensor, mask_BT: Tensor, types_BT: Tensor | None = None) -> Tensor:
+        """Like `forward`; the types, int64 [B, T], number the text of a pair of each token.
+
+        torch.fx can trace no argument of `forward` that may be None.
+        """
+        x_BTH: Tensor = self.encoder(self.embeddings(ids_BT, types_BT), mask_BT[:, None, None, :])
         return x_BTH
 
 
@@ -96,9 +103,10 @@ class _Embeddings(nn.Module):
         self.token_type_embeddings = nn.Embedding(config.type_vocab_size, width)
         self.LayerNorm = nn.LayerNorm(width, eps=config.layer_norm_eps)
 
-    def forward(self, ids_BT: Tensor) -> Tensor:
+    def forward(self, ids_BT: Tensor, types_BT: Tensor | None = None) -> Tensor:
         first_1T = torch.ones_like(ids_BT[:1])
-        x_BTH = self.word_embeddings(ids_BT) + self.token_type_embeddings(first_1T - 1)
+        types_BT = first_1T - 1 if types_BT is None else types_BT
+        x_BTH = self.word_embeddings(ids_BT) + self.token_type_embeddings(types_BT)
         # Counted by tensors: a range of a length would be none that torch.fx can trace.
         normed: Tensor = self.LayerNorm(x_BTH + self.position_embeddings(first_1T.cumsum(1) - 1))
         return normed

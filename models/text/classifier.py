@@ -49,8 +49,7 @@ class TextClassifier(TextScorer):
         self, folder: Path, options: FolderOptions, *, max_tokens: int | None = None
     ) -> None:
         super().__init__(folder, options, max_tokens=max_tokens)
-        names = self.config.id2label
-        self.labels = [str(names[number]) for number in sorted(names)]
+        self.labels = self.config.labels
         num = len(self.labels)
         self.outputs = [TensorSpec(name="probabilities", dtype="float32", shape=(-1, num))]
         kind = self.config.problem_type

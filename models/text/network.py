@@ -90,39 +90,42 @@ def network_of(
     """
     if weights == "DEFAULT" and folder.weights is None:
         raise ModelError(f"{folder.path} has no weights: neither model.safetensors nor an index")
-    config = _config_of_ours(folder)
+    config = bert_config_of(folder, "BertModel")
     if config is not None:
-        return TextNetwork(
-            build=partial(Bert, config),
-            weights=folder.weights if weights == "DEFAULT" else weights,
-            width=config.hidden_size,
-            vocab_size=config.vocab_size,
-            max_tokens=config.max_position_embeddings,
-            pad_id=config.pad_token_id or 0,
-        )
+        return bert_network(config, partial(Bert, config), folder, weights)
     # They are read as tensors alone, as ours are.
     options = FolderOptions(
         weights=weights, trust_remote_code=trust_remote_code, pickled_weights=True
     )
     source = NetworkFolder(folder.root, options)
     facts = source.config
-    if facts.model_type in _SEES_PADDING:
-        raise ModelError(
-            f"{folder.path}: {facts.model_type} mixes neighbouring tokens without a mask, so that "
-            "the vectors of a text would depend on the texts beside it"
-        )
     facts.use_cache = False
     auto_class = "AutoModel"
     if facts.model_type in _T5:
         auto_class = "AutoModelForTextEncoding"
-    elif getattr(facts, "is_encoder_decoder", False):
-        raise ModelError(
-            f"{folder.path}: {facts.model_type} is an encoder with a decoder, and only encoders "
-            "and decoders alone are served"
-        )
+    else:
+        check_served(folder.path, facts)
     return with_facts_of(
         facts, lambda: TransformersEncoder(source.build(auto_class, unused=("pooler.",)))
     )
+
+
+def check_served(path: Path, config: Any) -> None:
+    """Check that padding makes no difference to a network of transformers.
+
+    Raises:
+        ModelError: It may, or there is a decoder beside the encoder.
+    """
+    if config.model_type in _SEES_PADDING:
+        raise ModelError(
+            f"{path}: {config.model_type} mixes neighbouring tokens without a mask, so that "
+            "answers for a text would depend on the texts beside it"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(
+            f"{path}: {config.model_type} is an encoder with a decoder, and only encoders "
+            "and decoders alone are served"
+        )
 
 
 def with_facts_of(
@@ -174,10 +177,35 @@ class TransformersEncoder(nn.Module):
         return states_BTH
 
 
-def _config_of_ours(folder: TextFolder) -> BertConfig | None:
-    """Return the configuration of our own network; None if the folder has another."""
+def bert_network(
+    config: BertConfig,
+    build: Callable[[], nn.Module],
+    folder: TextFolder,
+    weights: str | None,
+    *,
+    takes_types: bool = False,
+) -> TextNetwork:
+    """Describe a network of ours."""
+    return TextNetwork(
+        build=build,
+        weights=folder.weights if weights == "DEFAULT" else weights,
+        width=config.hidden_size,
+        vocab_size=config.vocab_size,
+        max_tokens=config.max_position_embeddings,
+        pad_id=config.pad_token_id or 0,
+        takes_types=takes_types,
+    )
+
+
+def bert_config_of(folder: TextFolder, architecture: str) -> BertConfig | None:
+    """Return the configuration of our own network; None if the folder has another.
+
+    Args:
+        folder: The folder.
+        architecture: Class of transformers that ours stands for.
+    """
     config = folder.config
-    if config.model_type != "bert" or config.architectures not in (None, [], ["BertModel"]):
+    if config.model_type != "bert" or config.architectures not in (None, [], [architecture]):
         return None
     path = folder.root / "config.json"
     try:

@@ -26,7 +26,6 @@ class Reranker(TextScorer):
         max_tokens: Most tokens of a query and a text together; by default as the folder says.
         download: Whether to fetch the folder from the Hub if there is none of this name.
         trust_remote_code: Whether code that lies in the folder may run.
-        pickled_weights: Whether weights may be read from `pytorch_model.bin`.
 
     Raises:
         ModelError: The folder has no such network.
@@ -45,16 +44,16 @@ class Reranker(TextScorer):
         max_tokens: int | None = None,
         download: bool = False,
         trust_remote_code: bool = False,
-        pickled_weights: bool = False,
     ) -> None:
         options = FolderOptions(
-            weights=weights, trust_remote_code=trust_remote_code, pickled_weights=pickled_weights
+            weights=weights, trust_remote_code=trust_remote_code, pickled_weights=False
         )
         path = folder_at(folder, options, download=download)
         super().__init__(path, options, max_tokens=max_tokens)
-        if self.config.num_labels != 1:
+        num_labels = len(self.config.labels)
+        if num_labels != 1:
             raise ModelError(
-                f"{folder} has {self.config.num_labels} labels, and a reranker has one: serve it "
+                f"{folder} has {num_labels} labels, and a reranker has one: serve it "
                 f"as a classifier, transformers:{folder}"
             )
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from inferpool.models.attached import MODEL_FILE_SUFFIXES
-from inferpool.models.files.hugging_face import form_of
+from inferpool.models.files.hugging_face import form_of, needs_transformers
 from inferpool.models.files.kinds import is_checkpoint_path
 from inferpool.models.files.run_folder import RunFolder
 from inferpool.service.checks.facts import Facts
@@ -31,7 +31,7 @@ _EXTRAS = {
     ".onnx": "onnx",
     ".skops": "sklearn",
     _FOLDER: "transformers",
-    _RERANKER: "transformers",
+    _RERANKER: "text",
     _ENCODER: "text",
 }
 """Extras that bring what a form of sources needs."""
@@ -39,7 +39,6 @@ _NEEDED = {
     ".onnx": ("onnxruntime",),
     ".skops": ("sklearn", "skops"),
     _FOLDER: ("transformers",),
-    _RERANKER: ("transformers",),
 }
 """Modules that a form of sources imports."""
 
@@ -78,7 +77,9 @@ def check_weights(facts: Facts, settings: Settings) -> Iterator[Finding]:
         check = f"weights of {name}"
         if missing := _missing_packages(model):
             what = " and ".join(missing)
-            extra = _EXTRAS.get(_form_of(model.source), "text")
+            is_of_transformers = "transformers" in missing
+            form = _FOLDER if is_of_transformers else _form_of(model.source)
+            extra = _EXTRAS.get(form, "text")
             yield error(check, f"{what}: not installed", f"pip install 'inferpool[{extra}]'")
             continue
         if found := unloadable.problem_of(model):
@@ -103,10 +104,21 @@ def _form_of(source: str) -> str:
     return next((each for each in _EXTRAS if source.endswith(each) or source.startswith(each)), "")
 
 
+def _folder_of_texts(source: str) -> Path | None:
+    """Return the folder of an encoder or a reranker of texts; None for another source."""
+    for prefix in (_ENCODER, _RERANKER):
+        if _form_of(source) == prefix:
+            return Path(source.removeprefix(prefix))
+    return None
+
+
 def _missing_packages(model: ModelSettings) -> list[str]:
     is_packaged = model.source == "minilm_l6"
     needed = [*_NEEDED.get(_form_of(model.source), ())]
-    if is_packaged or _form_of(model.source) == _ENCODER:
+    folder = _folder_of_texts(model.source)
+    if folder is not None and needs_transformers(folder):
+        needed.append("transformers")
+    elif is_packaged or folder is not None:
         needed.append("tokenizers")
     if is_packaged:
         needed.append(_PACKAGES[model.source][0])

@@ -21,7 +21,7 @@ from inferpool.models.attached import (
     modules_of,
 )
 from inferpool.models.errors import SourceError
-from inferpool.models.files.hugging_face import form_of, is_served
+from inferpool.models.files.hugging_face import is_served, needs_transformers
 from inferpool.models.files.kinds import what_it_is
 from inferpool.models.files.modules import (
     file_of,
@@ -51,6 +51,8 @@ _KNOWN = frozenset(
 )
 """Packages that take seconds to import and do nothing else meanwhile. The forkserver checks that
 they have started no thread and opened no GPU."""
+_OF_TEXTS = ("encoder", "reranker")
+"""Beginnings of sources that name a folder, which may need the package transformers."""
 _MAX_FILES = 50
 """Files to read for one source. With more, the rest is unknown."""
 _OURS = "inferpool"
@@ -141,11 +143,11 @@ def packages_to_preload(sources: Sequence[str], folder: Path) -> list[str]:
     places = [str(folder), *sys.path]
     found: dict[str, None] = {}
     for source in sources:
-        name, colon, _ = _network_of(source, folder).partition(":")
-        if not colon and form_of(folder / source) in ("transformers", "reranker"):
-            name = "transformers"
-        name = "transformers" if name == "reranker" else name
-        if name in _KNOWN:
+        name, colon, path = _network_of(source, folder).partition(":")
+        if name in _OF_TEXTS or (not colon and is_served(folder / name)):
+            is_needed = needs_transformers(folder / (path if colon else name))
+            found |= dict.fromkeys(["transformers"] if is_needed else [])
+        elif name in _KNOWN:
             found[name] = None
         elif colon:
             imported = _imported_by(name, places)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from inferpool.models.files.hugging_face import form_of, is_served, why_no_task
+from inferpool.models.files.hugging_face import form_of, is_served, needs_transformers, why_no_task
 
 ONE, THREE = ({str(number): "x" for number in range(num)} for num in (1, 3))
 POOLED = [{"type": "a.Transformer", "path": ""}, {"type": "a.Pooling", "path": "1_Pooling"}]
@@ -63,6 +63,21 @@ def test_a_folder_is_served_by_what_its_files_say(tmp_path, form, files):
         (tmp_path / f"{name}.json").write_text(json.dumps(value))
     assert form_of(tmp_path) == form
     assert is_served(tmp_path) == (form is not None)
+
+
+@pytest.mark.parametrize(
+    ("config", "needs"),
+    [
+        ({"model_type": "bert", "architectures": ["BertModel"]}, False),
+        ({"model_type": "bert", "architectures": ["BertForSequenceClassification"]}, False),
+        ({"model_type": "bert"}, False),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, True),
+        ({"model_type": "mpnet", "architectures": ["MPNetModel"]}, True),
+    ],
+)
+def test_networks_of_ours_need_no_library(tmp_path, config, needs):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert needs_transformers(tmp_path) == needs
 
 
 def test_what_cannot_be_a_path_is_no_folder(tmp_path):

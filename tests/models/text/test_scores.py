@@ -12,6 +12,7 @@ from inferpool.models.sources.registry import build
 from inferpool.models.text.classifier import TextClassifier
 from inferpool.models.text.prose import PROSE
 from inferpool.models.text.reranker import Reranker
+from inferpool.models.text.scores import BertScorer
 from tests.models.items import answers, bytes_item, json_item, loaded, run
 
 pytest.importorskip("transformers")
@@ -48,6 +49,7 @@ def test_each_family_scores_pairs_as_transformers_does(tmp_path, family):
     alone = [answers(model, [item])[0] for item in pairs(raw_scores=True)]
     assert together == pytest.approx(wanted, abs=1e-5)
     assert alone == pytest.approx(wanted, abs=1e-5)
+    assert isinstance(model.network, BertScorer) == (family == "Bert")
 
 
 def test_a_reranker_answers_with_a_number_from_0_to_1(reranker, caplog):
@@ -64,8 +66,10 @@ def test_a_reranker_answers_with_a_number_from_0_to_1(reranker, caplog):
     assert (model.text.max_tokens, model.text.vocab_size) == (64, 30522)
     with caplog.at_level(logging.INFO):
         loaded(build(str(folder), "DEFAULT", {"max_tokens": 32}))
-    assert "BertForSequenceClassification of transformers" in caplog.text
-    assert "one label, so a reranker of pairs of query and text; up to 32 tokens" in caplog.text
+    assert (
+        "BertForSequenceClassification, with the folder's weights; one label, so a reranker of "
+        "pairs of query and text; up to 32 tokens"
+    ) in caplog.text
 
 
 def test_activations_that_a_folder_names_make_no_difference(reranker, tmp_path):
@@ -201,7 +205,7 @@ def test_what_is_wrong_with_a_folder_is_said(classifier, tmp_path):
     with pytest.raises(ModelError, match="there is no folder"):
         build("reranker:gone", "DEFAULT", {})
     (tmp_path / "one" / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"has no model\.safetensors"):
+    with pytest.raises(ModelError, match="has no weights"):
         loaded(build(str(tmp_path / "one"), "DEFAULT", {}))
     loaded(build(str(tmp_path / "one"), None, {}))
     (tmp_path / "one" / "config.json").write_text('{"architectures": ["ViTModel"]}')
