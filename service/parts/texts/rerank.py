@@ -53,7 +53,8 @@ class RerankRequest(NamedRequest, frozen=True, gc=False):
 
     query: Raw
     documents: Raw
-    top_n: Annotated[int, Bounds(ge=1)] | None = None
+    top_n: Annotated[int, Bounds(ge=0)] | None = None
+    """The most results; 0 is all, as in vLLM: clients in Go send it if none is set."""
     return_documents: bool | None = None
     rank_fields: Raw = msgspec.field(default_factory=lambda: _NULL)  # no default in the schema
     """Members of documents that are objects; the text to compare has one line for each."""
@@ -63,6 +64,8 @@ class RerankRequest(NamedRequest, frozen=True, gc=False):
     """Accepted, and not used: a document is cut where the model has to."""
     truncation: bool | None = None
     """False refuses what is longer than the model can read (Jina)."""
+    return_embeddings: bool | None = None
+    """True is refused: there are only scores (Jina)."""
     raw_scores: bool | None = None
     """True: scores as the network computes them, of any size (infinity)."""
     user: str | None = None
@@ -129,6 +132,8 @@ class RerankProtocol(BodyProtocol[RerankRequest]):
         check_task(exchange, entry, "reranking")
         exchange.call.ref.wants_tensors = False
         request = self.request
+        if request.return_embeddings:
+            raise ArgumentError("return_embeddings", "must be false: rerankers have only scores")
         query = _query_in(request.query)
         documents = items_of(request.documents, MAX_DOCUMENTS, _DOCUMENTS)
         most = exchange.predict.limits.max_body_bytes

@@ -36,7 +36,7 @@ BOTH = {
     "1001 documents": {"documents": [*MANY, "one more"]},
     "no documents": {"documents": []},
     "no query": {"query": "", "documents": DOCUMENTS},
-    "a wrong top_n": {"documents": DOCUMENTS, "top_n": 0},
+    "a wrong top_n": {"documents": DOCUMENTS, "top_n": -1},
     "a number as a document": {"documents": [*DOCUMENTS, 3]},
     "a long query": {"query": "q" * 100_000, "documents": MANY},
     "no such model": {"model": "rerank-v3.5", "documents": DOCUMENTS},

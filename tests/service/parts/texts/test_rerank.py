@@ -65,7 +65,7 @@ def test_documents_come_back_best_first_and_equals_as_they_came(path: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("top_n", "indices"), [(1, [1]), (2, [1, 0]), (9, [1, 0, 2]), (None, [1, 0, 2])]
+    ("top_n", "indices"), [(1, [1]), (2, [1, 0]), (9, [1, 0, 2]), (0, [1, 0, 2]), (None, [1, 0, 2])]
 )
 def test_top_n_is_the_most_that_come_back(top_n: int | None, indices: list[int]) -> None:
     body = {"query": "q", "documents": ["a", "b", "c"], "top_n": top_n}
@@ -117,7 +117,7 @@ def test_what_cohere_jina_and_infinity_call_options_is_accepted() -> None:
     options = {
         "top_n": None, "rank_fields": None, "return_documents": None, "model": None, "user": "me",
         "max_chunks_per_doc": 1, "max_tokens_per_doc": 4096, "priority": 0, "truncation": False,
-        "raw_scores": True,
+        "raw_scores": True, "return_embeddings": False,
     }  # fmt: skip
     answer = ask(model, {**A_CALL, **options})
     assert order_in(answer) == [(1, 4.25), (0, -3.5)]
@@ -152,8 +152,9 @@ def test_the_answer_says_what_could_not_be_done() -> None:
         ({"query": "q", "documents": [{"text": 3}]}, 'documents[0]: has no "text"'),
         ({"query": "q", "documents": [{"image": "http://x"}]}, "documents[0]: is a picture"),
         ({"query": "q", "documents": ["a"] * 1001}, "more than 1000"),
-        ({**A_CALL, "top_n": 0}, "top_n"),
+        ({**A_CALL, "top_n": -1}, "top_n"),
         ({**A_CALL, "top_n": "3"}, "top_n"),
+        ({**A_CALL, "return_embeddings": True}, "return_embeddings: must be false"),
         ({**A_CALL, "return_documents": 1}, "return_documents"),
         ({**A_CALL, "rank_fields": "text"}, "rank_fields: must be a list"),
         ({**A_CALL, "rank_fields": [3]}, "rank_fields[0]: must be the name"),
