@@ -37,6 +37,7 @@ OTHERS = {
     "package of AOTInductor": "inferpool.models.files.kinds:is_package",
     "fault of a folder": "inferpool.models.files.run_folder:why_no_run",
     "errors of preprocess": "inferpool.workers.inside.preprocess_errors:PreprocessErrors",
+    "cut by tokens": "inferpool.workers.inside.token_cut:TokenCut",
     "check of a list": "inferpool.workers.inside.lists:check_list",
     "lists to send": "inferpool.workers.inside.lists:OutgoingLists",
     "named outputs": "inferpool.models.ragged:outputs_of",

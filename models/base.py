@@ -210,6 +210,10 @@ class Model(ModelInterface):
         """
         return None
 
+    def num_tokens(self, features: Features) -> int:
+        """Count what an instance adds to a group, padded, for the setting `max_batch_tokens`."""
+        return 0
+
     def collate(self, instances: Sequence[Features]) -> Features:
         """Collate several instances to one batch; by default, stack the tensors of each name.
 

@@ -234,7 +234,7 @@ def assemble(
     if settings.admin_keys or settings.watch is not None:
         changes = _make_changes(service, search, own_host)
     shown = ShownModels(service.catalog) if changes is None else changes.shown
-    service.catalog.on_load.append(_add_objective)
+    service.catalog.on_load.append(_add_policies)
     # The gate knows only the devices of its own host. A single model has them to itself.
     if own_host and (changes is not None or len(settings.models) > 1):
         service.catalog.on_load.append(_gate_of(own_host))
@@ -529,11 +529,15 @@ def _make_feed(service: Service, shown: ShownModels, jobs: "Jobs | None") -> Liv
     )
 
 
-def _add_objective(version: ModelVersion) -> None:
+def _add_policies(version: ModelVersion) -> None:
     if version.settings.objective_p99_ms:
         from inferpool.service.parts.objective import add_objective
 
         add_objective(version)
+    if version.settings.max_batch_tokens:
+        from inferpool.service.parts.token_bound import add_token_bound
+
+        add_token_bound(version)
 
 
 def _gate_of(host: Host) -> Callable[[ModelVersion], None]:

@@ -63,7 +63,7 @@ _MODEL_GROUPS: Mapping[str, str] = {
         "replicas devices placement devices_per_replica share gpu_memory_fraction "
         "threads_per_replica prepare_threads decoders"
     ),
-    "Its batches": "max_batch_size batch_wait_ms objective_p99_ms credit",
+    "Its batches": "max_batch_size max_batch_tokens batch_wait_ms objective_p99_ms credit",
     "Its streams": "stream_gap_s max_stream_s max_stream_parts",
     "Its speed": "speed decode",
     "Its faults": "check batch_timeout_s load_timeout_s max_restarts",

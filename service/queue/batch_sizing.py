@@ -76,11 +76,11 @@ class SizeLimit:
         self._may_shrink = False
         """The next trial compares the limit with half of it, and not with twice as much."""
 
-    def hold(self) -> None:
-        """Stay at the size that workers have warmed up with."""
+    def hold(self, size: int = AUTO_SIZE) -> None:
+        """Stay at a size, by default the one that workers have warmed up with."""
         if self._may_grow:
             self._may_grow = False
-            self.now = self.own = AUTO_SIZE
+            self.now = self.own = size
 
     def accelerate(self) -> None:
         """Grow as it pays on accelerators, which the fast workers have.

@@ -101,6 +101,9 @@ class ModelSettings(SettingsTable):
     """The most instances that one forward pass serves. `auto`: on accelerators 8 to 256, whichever
     serves the most per second; on CPUs 8, and up to 64 while a full batch takes about a
     millisecond, which only models that compute next to nothing do."""
+    max_batch_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
+    """The most tokens of one forward pass of a model of texts; by default there is no bound. A text
+    that has more goes alone. With it, `max_batch_size = "auto"` allows 256 texts."""
     batch_wait_ms: float = Field(0.0, ge=0, le=60_000, allow_inf_nan=False)
     """How long an idle worker waits for a batch to fill. 0: it starts with what is there."""
     objective_p99_ms: float | None = Field(None, gt=0, le=DAY_S * 1000, allow_inf_nan=False)
@@ -314,6 +317,7 @@ class ModelSettings(SettingsTable):
             placement=placement,
             credit=self.credit + placement.num_at_once - 1,
             max_batch_size=self.batch_size,
+            max_batch_tokens=self.max_batch_tokens,
             may_batches_grow=self.max_batch_size == "auto",
             prepare_threads=self._num_prepare_threads(placement),
             decoders=self.num_decoders(placement),

@@ -67,6 +67,7 @@ FLAG_GROUPS: Mapping[str, Mapping[str, str]] = {
         "gpu_memory_fraction": "X",
         "weights": "WHICH",
         "max_batch_size": "N",
+        "max_batch_tokens": "N",
         "objective_p99_ms": "MS",
         "check": "HOW",
         "speed": "HOW",

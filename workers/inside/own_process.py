@@ -100,7 +100,7 @@ def build_model(config: WorkerConfig) -> Model:
     seed = torch.initial_seed()
     model = build(config.model.source, config.model.weights, dict(config.model.options))
     model.max_image_pixels = config.max_image_pixels  # its class may have one of its own
-    model._runtime = replace(model._runtime, seed=seed)
+    model._runtime = replace(model._runtime, seed=seed, max_batch_tokens=config.max_batch_tokens)
     return model
 
 

@@ -125,6 +125,7 @@ class Preparer:
         self._model = model
         self._staging = staging
         self._error_detail = error_detail
+        self._cut = attached("cut by tokens")(model) if model._runtime.max_batch_tokens else None
         self._errors: Any = None
         """The `PreprocessErrors`; the first error makes them."""
         # Its threads share the OpenMP threads of this one: 8 with 16 each took 64 ms to check 64
@@ -182,6 +183,8 @@ class Preparer:
 
     def _group(self, prepared: Prepared) -> None:
         if live := [i for i, outcome in enumerate(prepared.outcomes) if outcome is None]:
+            if self._cut is not None:
+                self._cut.rename(prepared.buckets, prepared.features, live)
             prepared.groups = grouped(
                 live, prepared.features, prepared.buckets, partial(self.collate, prepared)
             )

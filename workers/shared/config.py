@@ -60,6 +60,7 @@ class WorkerConfig:
     """Batches that it may hold at once, besides those that `Ready` and its decoders add; it
     computes `Placement.num_at_once` of them."""
     max_batch_size: int = 8
+    max_batch_tokens: int | None = None
     may_batches_grow: bool = False
     """On an accelerator, later batches may be larger than `max_batch_size`, as far as they pay."""
     prepare_threads: int = 1

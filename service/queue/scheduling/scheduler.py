@@ -11,14 +11,14 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 
 from inferpool.service.queue.admission import Admission, RateMeter
 from inferpool.service.queue.batch_sizing import SPARE, SizeLimit, fitting
 from inferpool.service.queue.batcher import Batcher, Position
 from inferpool.service.queue.instance import Instance
-from inferpool.service.queue.scheduling.background import Background
+from inferpool.service.queue.scheduling.background import Background, TurnsQueue
 from inferpool.service.queue.scheduling.lanes import Lane, Lanes
 from inferpool.workers.shared.messages import BatchDone
 
@@ -75,6 +75,10 @@ class QueuePolicy:
     def plan(self, now: float) -> None:
         """Bound the next batch, after workers were sent one or have answered one."""
 
+    def bound(self, waiting: Sequence[Instance]) -> int:
+        """Return how many of these, from the first on, may share a batch; at least one of any."""
+        return len(waiting)
+
 
 class BatchScheduler:
     """Sends batches to the workers of one model."""
@@ -103,7 +107,7 @@ class BatchScheduler:
         self.prepare_s = 0.0
         """The time that it took to prepare the last batch."""
         self.lanes = lanes
-        self.policies: list[QueuePolicy] = []
+        self.policies = filler.policies
         """Added by parts."""
         self._queue = queue
         self.background = background
@@ -269,7 +273,7 @@ class BatchScheduler:
 
     def _waits_for_more(self, now: float) -> bool:
         """Return whether `batch_wait_ms` still holds the next batch back, and set a timer if so."""
-        if not self._batch_wait_s or self._queue.num_waiting >= self.limit.now:
+        if not self._batch_wait_s or self._fills_batch():
             return False
         oldest = self._queue.oldest()
         assert oldest is not None
@@ -286,9 +290,13 @@ class BatchScheduler:
         if not lanes or oldest is None or oldest.is_solo:  # a solo one waits for an idle worker
             return None
         lane = min(lanes, key=lambda lane: (len(lane.batches), lane.ends_at))
-        if self._queue.num_waiting >= self.limit.now:
+        if self._fills_batch():
             return lane
         return lane if len(lane.batches) == 1 and self._is_almost_free(lane, now) else None
+
+    def _fills_batch(self) -> bool:
+        num = self._queue.num_waiting
+        return num >= self.limit.now or self._filler.most_of(self._queue) < num
 
     def _is_almost_free(self, lane: Lane, now: float) -> bool:
         """Return whether it is time to send a worker the next batch; if not, set a timer."""
@@ -329,6 +337,7 @@ class BatchFiller:
         self._background = background
         self._limit = limit
         self._rate = rate
+        self.policies: list[QueuePolicy] = []
 
     def fill(self, lane: Lane, most: int, now: float) -> list[Instance]:
         """Return instances from the front of the queue, as many as can be in time together."""
@@ -338,7 +347,7 @@ class BatchFiller:
             begin, curve = lane.begins_at(now), lane.next_curve
             queue.put_last(begin + curve.time_s(1))
             most = fitting(queue, most, begin, curve)
-        batch = queue.next_batch(most)
+        batch = self._bounded([], queue.next_batch(most), queue)
         self._background.others_at = now
         if self._background.queue.num_waiting:
             self._add_companions(batch, lane, now)
@@ -352,14 +361,19 @@ class BatchFiller:
         if num and not batch[0].is_solo:
             end = lane.begins_at(now) + curve.time_s(len(batch) + num) * SPARE
             if end <= min(instance.ref.deadline for instance in batch):
-                batch += background.queue.next_batch(num)
+                queue = background.queue
+                batch += self._bounded(batch, queue.next_batch(num), queue)
 
     def fill_from_end(self, lane: Lane, most: int, now: float, useful_s: float) -> list[Instance]:
         """Return instances from the end of the queue that have the time for this worker."""
         end = lane.begins_at(now) + lane.next_curve.time_s(most) * SPARE
+        taken: list[Instance] = []
 
         def fits(instance: Instance) -> bool:
-            return end <= min(instance.ref.deadline, instance.arrived + useful_s)
+            if end > min(instance.ref.deadline, instance.arrived + useful_s):
+                return False
+            taken.append(instance)
+            return self.most_of(taken) >= len(taken) or not taken.pop()
 
         return self._queue.last_batch(most, fits)
 
@@ -367,6 +381,20 @@ class BatchFiller:
         """Return instances of the background alone."""
         curve = lane.next_curve
         size = self._background.size(curve, self._limit.now, now)
-        batch = self._background.queue.next_batch(size)
+        queue = self._background.queue
+        batch = self._bounded([], queue.next_batch(size), queue)
         self._background.count_own(curve.time_s(len(batch)))
         return batch
+
+    def _bounded(
+        self, batch: list[Instance], more: list[Instance], queue: Batcher[Instance] | TurnsQueue
+    ) -> list[Instance]:
+        """Return what may join a batch of what a queue gave for it; put back the rest."""
+        num = self.most_of([*batch, *more]) if self.policies else inf
+        while more and num < len(batch) + len(more):
+            queue.push_front(more.pop())
+        return more
+
+    def most_of(self, waiting: Iterable[Instance]) -> float:
+        """Return how many of these, from the first on, the policies allow in a batch."""
+        return min((policy.bound([*waiting]) for policy in self.policies), default=inf)
