@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from inferpool.models.base import Model
@@ -70,6 +70,9 @@ class TextModel(Model):
         usual = min(folder.max_tokens or network.usual_max_tokens, _MOST_USUAL)
         self.max_tokens = min(max_tokens or usual, network.max_tokens)
 
+    _packs = False
+    """The network computes no padding."""
+
     def load(self, placement: Placement) -> None:
         """Read the weights and the tokenizer.
 
@@ -87,6 +90,11 @@ class TextModel(Model):
             placement,
             example=(ids_BT, torch.ones_like(ids_BT, dtype=torch.bool), *types),
         )
+        if isinstance(self.network, nn.Module) and self.device.type == "cpu":
+            packing = [module for module in self.network.modules() if hasattr(module, "packs")]
+            for module in packing:
+                module.packs = True
+            self._packs = bool(packing)
         self.tokenizer = Tokenizer(
             self._folder.tokenizer, max_tokens=self.max_tokens, vocab_size=source.vocab_size
         )
@@ -120,8 +128,13 @@ class TextModel(Model):
         return text
 
     def bucket(self, features: Features) -> Hashable:
-        """Group texts of about the same length."""
-        return bucket_of(len(features["ids"]))
+        """Group texts of about the same length, or all if the network needs no padding."""
+        return None if self._packs else bucket_of(len(features["ids"]))
+
+    def num_tokens(self, features: Features) -> int:
+        """Count the tokens of a text, with the most padding that its group may give it."""
+        num = len(features["ids"])
+        return num if self._packs else bucket_of(num)
 
     def collate(self, instances: Sequence[Features]) -> Features:
         """Pad to the longest: int64 [B, T], and `mask`, bool, True where there are tokens.

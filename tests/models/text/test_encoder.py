@@ -118,11 +118,15 @@ def test_the_rest_of_a_long_text_is_not_looked_at_and_makes_no_difference():
     assert tokenizer.ids("x" * 5000) == tokenizer.ids("x" * 101)  # one unknown word
 
 
-def test_texts_of_about_the_same_length_share_a_bucket(model):
+def test_texts_of_about_the_same_length_share_a_bucket(model, monkeypatch):
     edges = [bucket_of(n) for n in (1, 16, 17, 24, 25, 33, 48, 49, 64, 65, 97, 256, 300)]
     assert edges == [16, 16, 24, 24, 32, 48, 48, 64, 64, 96, 128, 256, 384]
     short, long = (model.preprocess(json_item(text)) for text in ("a b", "word " * 20))
+    assert model.bucket(short) == model.bucket(long)  # on CPUs nothing is padded
+    assert [model.num_tokens(each) for each in (short, long)] == [4, 22]
+    monkeypatch.setattr(model, "_packs", False)
     assert (model.bucket(short), model.bucket(long)) == (16, 24)
+    assert [model.num_tokens(each) for each in (short, long)] == [16, 24]
 
 
 def test_a_folder_of_ones_own_is_pooled_and_normalised_as_its_files_say(tmp_path):

@@ -105,9 +105,10 @@ async def test_a_slow_worker_gets_no_more_from_the_end_of_the_queue(arena: Arena
 
 @pytest.mark.parametrize(("most", "size"), [(8, 8), (40, 64), (100, 64), (100, 8)])
 async def test_each_text_comes_once_in_order_and_no_batch_is_above_the_bound(
-    arena: Arena, most: int, size: int
+    most: int, size: int
 ) -> None:
-    dispatcher, worker, chance = bounded(arena, most, size=size), FakeWorker(), random.Random(36)
+    arena, worker, chance = Arena(1 << 20), FakeWorker(), random.Random(36)
+    dispatcher = bounded(arena, most, size=size)
     dispatcher.attach(worker)
     futures = []
     for number in range(50):
@@ -129,3 +130,4 @@ async def test_each_text_comes_once_in_order_and_no_batch_is_above_the_bound(
         assert own == sorted(own)
     await until(lambda: all(future.done() for future in futures))
     assert dispatcher.num_unsettled == 0
+    arena.close()
