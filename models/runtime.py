@@ -105,7 +105,6 @@ class Runtime:
     stack_instances: Callable[[list[Tensor]], Tensor] = torch.stack
     ranks: ReplicaRank | None = None
     max_batch_tokens: int | None = None
-    """The setting of that name."""
     seed: int | None = None
     """The seed of torch that this process was given before the user's code ran; None if unknown."""
     split_network: SplitNetwork | None = None

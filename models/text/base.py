@@ -93,7 +93,7 @@ class TextModel(Model):
         if isinstance(self.network, nn.Module) and self.device.type == "cpu":
             packing = [module for module in self.network.modules() if hasattr(module, "packs")]
             for module in packing:
-                module.packs = True
+                setattr(module, "packs", True)  # noqa: B010 - unknown to `nn.Module`
             self._packs = bool(packing)
         self.tokenizer = Tokenizer(
             self._folder.tokenizer, max_tokens=self.max_tokens, vocab_size=source.vocab_size

@@ -358,7 +358,7 @@ class Claim:
         because it is first there.
         """
         lag_s = min(device.lag_s(account) for device, account in self._accounts)
-        is_patient = self._scheduler.is_in_background and not self._scheduler.background.is_owed
+        is_patient = is_in_background(self._scheduler) and not self._scheduler.background.is_owed
         return is_patient, lag_s, self.number
 
     def wait(self, now: float, number: int) -> None:
@@ -374,7 +374,7 @@ class Claim:
 
     def count_others(self, took_s: float, now: float) -> None:
         """Count a turn of others, if only work in the background waits here."""
-        if self._scheduler.is_in_background:
+        if is_in_background(self._scheduler):
             self._scheduler.background.others_at = now
             self._scheduler.background.count_others(took_s)
 
@@ -454,3 +454,8 @@ class Claim:
 def has_room(widths: Mapping[SharedDevice, int], now: float, by: float) -> bool:
     """Return whether each device will have its number of places free at a moment."""
     return all(device.num_free(now, by) >= width for device, width in widths.items())
+
+
+def is_in_background(scheduler: BatchScheduler) -> bool:
+    """Return whether nothing waits but work in the background."""
+    return scheduler.num_waiting == scheduler.background.queue.num_waiting

@@ -34,6 +34,7 @@ _SHARING_PAYS_S = 0.0005
 while each batch of any size costs the front end 80 µs and a worker 45 µs."""
 _OVERLAP_PAYS_S = 0.002
 """A worker with a shorter batch is back before a timer could be of use."""
+_Queue = Batcher[Instance] | TurnsQueue
 _NEAR_BATCHES = 100.0
 """A deadline further off than this many recent batches needs no closer look."""
 
@@ -139,11 +140,6 @@ class BatchScheduler:
     def num_waiting(self) -> int:
         """Instances that wait, those in the background too."""
         return self._queue.num_waiting + self.background.queue.num_waiting
-
-    @property
-    def is_in_background(self) -> bool:
-        """Nothing waits but work in the background."""
-        return not self._queue.num_waiting
 
     def learn(
         self, lane: Lane, batch: list[Instance], done: BatchDone, now: float, *, was_computed: bool
@@ -347,7 +343,7 @@ class BatchFiller:
             begin, curve = lane.begins_at(now), lane.next_curve
             queue.put_last(begin + curve.time_s(1))
             most = fitting(queue, most, begin, curve)
-        batch = self._bounded([], queue.next_batch(most), queue)
+        batch = self._take(queue, most)
         self._background.others_at = now
         if self._background.queue.num_waiting:
             self._add_companions(batch, lane, now)
@@ -361,8 +357,7 @@ class BatchFiller:
         if num and not batch[0].is_solo:
             end = lane.begins_at(now) + curve.time_s(len(batch) + num) * SPARE
             if end <= min(instance.ref.deadline for instance in batch):
-                queue = background.queue
-                batch += self._bounded(batch, queue.next_batch(num), queue)
+                batch += self._take(background.queue, num, batch)
 
     def fill_from_end(self, lane: Lane, most: int, now: float, useful_s: float) -> list[Instance]:
         """Return instances from the end of the queue that have the time for this worker."""
@@ -381,17 +376,15 @@ class BatchFiller:
         """Return instances of the background alone."""
         curve = lane.next_curve
         size = self._background.size(curve, self._limit.now, now)
-        queue = self._background.queue
-        batch = self._bounded([], queue.next_batch(size), queue)
+        batch = self._take(self._background.queue, size)
         self._background.count_own(curve.time_s(len(batch)))
         return batch
 
-    def _bounded(
-        self, batch: list[Instance], more: list[Instance], queue: Batcher[Instance] | TurnsQueue
-    ) -> list[Instance]:
-        """Return what may join a batch of what a queue gave for it; put back the rest."""
-        num = self.most_of([*batch, *more]) if self.policies else inf
-        while more and num < len(batch) + len(more):
+    def _take(self, queue: _Queue, num: int, batch: Sequence[Instance] = ()) -> list[Instance]:
+        """Return the next instances of a queue that may join a batch."""
+        more = queue.next_batch(num)
+        most = self.most_of([*batch, *more]) if self.policies else inf
+        while more and most < len(batch) + len(more):
             queue.push_front(more.pop())
         return more
 
