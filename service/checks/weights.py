@@ -30,7 +30,7 @@ _OF_FOLDERS = (_ENCODER, _FOLDER, _RERANKER)
 _EXTRAS = {
     ".onnx": "onnx",
     ".skops": "sklearn",
-    _FOLDER: "transformers",
+    _FOLDER: "text",
     _RERANKER: "text",
     _ENCODER: "text",
 }
@@ -38,7 +38,6 @@ _EXTRAS = {
 _NEEDED = {
     ".onnx": ("onnxruntime",),
     ".skops": ("sklearn", "skops"),
-    _FOLDER: ("transformers",),
 }
 """Modules that a form of sources imports."""
 
@@ -77,9 +76,8 @@ def check_weights(facts: Facts, settings: Settings) -> Iterator[Finding]:
         check = f"weights of {name}"
         if missing := _missing_packages(model):
             what = " and ".join(missing)
-            is_of_transformers = "transformers" in missing
-            form = _FOLDER if is_of_transformers else _form_of(model.source)
-            extra = _EXTRAS.get(form, "text")
+            extra = _EXTRAS.get(_form_of(model.source), "text")
+            extra = "transformers" if "transformers" in missing else extra
             yield error(check, f"{what}: not installed", f"pip install 'inferpool[{extra}]'")
             continue
         if found := unloadable.problem_of(model):
@@ -104,24 +102,18 @@ def _form_of(source: str) -> str:
     return next((each for each in _EXTRAS if source.endswith(each) or source.startswith(each)), "")
 
 
-def _folder_of_texts(source: str) -> Path | None:
-    """Return the folder of an encoder or a reranker of texts; None for another source."""
-    for prefix in (_ENCODER, _RERANKER):
-        if _form_of(source) == prefix:
-            return Path(source.removeprefix(prefix))
-    return None
-
-
 def _missing_packages(model: ModelSettings) -> list[str]:
+    form = _form_of(model.source)
     is_packaged = model.source == "minilm_l6"
-    needed = [*_NEEDED.get(_form_of(model.source), ())]
-    folder = _folder_of_texts(model.source)
-    if folder is not None and needs_transformers(folder):
-        needed.append("transformers")
-    elif is_packaged or folder is not None:
-        needed.append("tokenizers")
+    needed = [*_NEEDED.get(form, ())]
+    if form in _OF_FOLDERS:
+        folder = Path(model.source.removeprefix(form))
+        # What is not there yet may be fetched from the Hub, by that library.
+        is_fetched = form == _FOLDER and not os.path.isdir(folder)
+        is_needed = is_fetched or needs_transformers(folder)
+        needed.append("transformers" if is_needed else "tokenizers")
     if is_packaged:
-        needed.append(_PACKAGES[model.source][0])
+        needed += ["tokenizers", _PACKAGES[model.source][0]]
     return [name.replace("_", "-") for name in needed if find_spec(name) is None]
 
 

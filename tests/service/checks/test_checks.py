@@ -1,6 +1,7 @@
 """The checks of every start, on made-up machines and files."""
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -252,11 +253,22 @@ def test_models_of_other_libraries_need_their_extra(tmp_path: Path, monkeypatch)
         '{"architectures": ["ViTForImageClassification"]}'
     )
     (tmp_path / "vit" / "model.safetensors").write_bytes(b"cut short")
+    for family in ("bert", "mpnet"):
+        (tmp_path / family).mkdir()
+        name = {"bert": "Bert", "mpnet": "MPNet"}[family] + "ForSequenceClassification"
+        config = {"model_type": family, "architectures": [name], "id2label": {"0": "x"}}
+        (tmp_path / family / "config.json").write_text(json.dumps(config))
+        (tmp_path / family / "model.safetensors").write_bytes(b"cut short")
     for source, package, extra, said in (
         ("net.onnx", "onnxruntime", "onnx", "net.onnx: 0 KiB, whole and readable"),
         ("vit", "transformers", "transformers", "damaged or cut short"),
+        ("bert", "tokenizers", "text", "damaged or cut short"),
+        ("reranker:bert", "tokenizers", "text", "damaged or cut short"),
+        ("encoder:mpnet", "transformers", "transformers", "damaged or cut short"),
+        ("mpnet", "transformers", "transformers", "damaged or cut short"),
     ):
-        settings = settings_of(tmp_path, model=str(tmp_path / source))
+        prefix, colon, name = source.rpartition(":")
+        settings = settings_of(tmp_path, model=f"{prefix}{colon}{tmp_path / name}")
         facts = gather(settings, TWO_CORES)
         assert said in lines(weights.check_weights(facts, settings))
         with monkeypatch.context() as patch:

@@ -59,6 +59,12 @@ def test_a_folder_is_a_source_if_it_has_a_slash_or_is_a_finished_run(tmp_path, m
     (tmp_path / "vit" / "config.json").write_text(
         '{"architectures": ["ViTForImageClassification"]}'
     )
+    (tmp_path / "mpnet").mkdir()
+    (tmp_path / "mpnet" / "config.json").write_text(
+        '{"architectures": ["MPNetForSequenceClassification"], "num_labels": 1}'
+    )
+    for source in ("mpnet", "./mpnet", "reranker:mpnet", "encoder:mpnet"):
+        assert packages_to_preload([source], tmp_path) == ["transformers"]
     assert is_source("vit")
     assert not is_run_source("./vit")
     assert packages_to_preload(["vit", "./vit"], tmp_path) == ["transformers"]
