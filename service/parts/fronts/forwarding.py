@@ -1,9 +1,9 @@
 """Forwards all calls but predictions to the main process, over a Unix socket. Runs in a front.
 
 `forwarded.py` is the other end. Only jobs, changes of models, the repository and, with the setting
-tei, calls to / have bodies that anybody reads. They are forwarded as they come, if the key is right
-and the main process asks for them. Other bodies are not forwarded: a client that sends half of one
-holds up nobody.
+tei, calls to / and /tei/NAME have bodies that anybody reads. They are forwarded as they come, if
+the key is right and the main process asks for them. Other bodies are not forwarded: a client that
+sends half of one holds up nobody.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ _CONNECTION_HEADERS = frozenset(
 """Headers of one connection, which are not forwarded (RFC 9110, 7.6.1)."""
 _WITH_BODY = ("/admin/models", "/v2/repository/")
 """Calls to paths that begin so may have a body."""
-_OF_ROOT = "/tei/*/any_task"
-"""A path of the exchange, which calls to / are for if the setting tei is on."""
+_ANY_TASK = "/any_task"
+"""The end of paths of the exchange that calls to / and /tei/NAME are for, with the setting tei."""
 _NOT_FORWARDED = _CONNECTION_HEADERS | {b"content-length", CLIENT, SCHEME}
 _MOST_UNUSED = 8
 """Connections to the main process that are kept for the next calls."""
@@ -75,10 +75,11 @@ class Forwarder:
     def _may_send_body(self, call: Call) -> bool:
         if call.method not in ("POST", "PUT"):
             return False
-        is_root = call.path == "/" and self._takes(_OF_ROOT)
-        takes = is_root or self._takes(call.path)
+        path = "/tei/*" if call.path == "/" else call.path
+        has_task = self._takes(path + _ANY_TASK)
+        takes = has_task or self._takes(call.path)
         is_later = is_job(call.path, call.headers.items(), takes=takes)
-        if not (is_root or is_later or call.path.startswith(_WITH_BODY)):
+        if not (has_task or is_later or call.path.startswith(_WITH_BODY)):
             return False
         try:
             self._guard.check_path(PREFIX if takes else call.path, call.headers)

@@ -5,6 +5,7 @@ of huggingface/text-embeddings-inference, commit 0d124dc). Its header `x-compute
 the front end does not know the device.
 """
 
+import time
 from array import array
 from collections.abc import Callable, Sequence
 from operator import mul
@@ -81,7 +82,7 @@ def error_answer(error: ServiceError, call: Call) -> Answer:
 
 
 def answer_of(
-    results: Sequence[Result], render: Render, num_characters: int | None
+    results: Sequence[Result], render: Render, num_characters: int | None, started: float
 ) -> tuple[Headers, bytes]:
     """Render an answer of the model's.
 
@@ -89,6 +90,7 @@ def answer_of(
         results: Its answer for each instance: `[num_tokens, answer]` if characters were counted.
         render: Renders the body.
         num_characters: Characters of all texts; None if neither these nor tokens were counted.
+        started: The moment at which the call began.
 
     Raises:
         InternalError: An answer has not the form that was asked for.
@@ -102,7 +104,8 @@ def answer_of(
         if num_characters is not None:
             counted = [_counted(each) for each in answers]
             num_tokens = sum(num for num, _ in counted)
-            headers = _metadata(num_characters, num_tokens, [each.timing for each in results])
+            timings = [each.timing for each in results]
+            headers = _metadata(num_characters, num_tokens, timings, time.monotonic() - started)
             answers = [answer for _, answer in counted]
         body = render(answers)
     except (ValueError, msgspec.MsgspecError) as error:
@@ -177,19 +180,20 @@ def _json_headers(body: bytes) -> Headers:
     return [(b"content-type", JSON_TYPE), (b"content-length", b"%d" % len(body))]
 
 
-def _metadata(num_characters: int, num_tokens: int, timings: Sequence[InstanceTiming]) -> Headers:
-    """Return how much was computed, and the mean of each stage over the inputs in ms, as TEI."""
+def _metadata(
+    num_characters: int, num_tokens: int, timings: Sequence[InstanceTiming], total_s: float
+) -> Headers:
+    """Return how much was computed, and in how many ms; stages are means over the inputs."""
     num = len(timings) or 1
-    means = [
-        (b"x-tokenization-time", sum(each.prepare_s for each in timings) / num),
-        (b"x-queue-time", sum(each.queue_s for each in timings) / num),
-        (b"x-inference-time", sum(each.compute_s for each in timings) / num),
-    ]
-    total_s = sum(mean for _, mean in means)
+    seconds = {
+        b"x-compute-time": total_s,
+        b"x-total-time": total_s,
+        b"x-tokenization-time": sum(each.prepare_s for each in timings) / num,
+        b"x-queue-time": sum(each.queue_s for each in timings) / num,
+        b"x-inference-time": sum(each.compute_s for each in timings) / num,
+    }
     return [
         (b"x-compute-characters", b"%d" % num_characters),
         (b"x-compute-tokens", b"%d" % num_tokens),
-        (b"x-compute-time", b"%d" % (total_s * 1e3)),
-        (b"x-total-time", b"%d" % (total_s * 1e3)),
-        *((name, b"%d" % (mean * 1e3)) for name, mean in means),
+        *((name, b"%d" % (each * 1e3)) for name, each in seconds.items()),
     ]

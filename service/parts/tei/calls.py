@@ -99,7 +99,7 @@ class _ReadTeiProtocol(TeiProtocol):
             if isinstance(outcome, ServiceError):
                 raise error_of_input(outcome, asked.place, index if asked.is_list else None)
             results.append(outcome)
-        headers, body = answer_of(results, asked.render, asked.num_characters)
+        headers, body = answer_of(results, asked.render, asked.num_characters, call.started)
         return 200, headers, body
 
 

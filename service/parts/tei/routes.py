@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from inferpool.models.spec import Interface, TextFacts
 from inferpool.service.api.asgi import answer
+from inferpool.service.api.errors import CALL_KEY
 from inferpool.service.api.exchange import DEFAULT_MODEL
 from inferpool.service.catalog.catalog import ModelVersion
 from inferpool.service.errors import UnavailableError, UnknownModelError
@@ -203,17 +204,8 @@ def info_router(entries: Mapping[str, ModelVersion], settings: Settings) -> APIR
 
 
 def root_router() -> APIRouter:
-    """Return the route of calls to / for the default model. The exchange checks their keys."""
-    return APIRouter(routes=[Route("/", _RootCalls(), methods=["POST"], include_in_schema=False)])
-
-
-class _RootCalls:
-    """Hands calls to / to the exchange, by a path of its own; GET there shows the page."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one call."""
-        predict = scope["app"].predict
-        await answer(predict, f"/tei/{DEFAULT_MODEL}/any_task", scope, receive, send)
+    """Return the route of calls to / for the default model."""
+    return APIRouter(routes=[_any_task("/")])
 
 
 def tei_router(entries: Mapping[str, ModelVersion], settings: Settings) -> APIRouter:
@@ -229,7 +221,26 @@ def tei_router(entries: Mapping[str, ModelVersion], settings: Settings) -> APIRo
 
     for name, described in _CALLS.items():
         _describe(router, f"/tei/{{model}}/{name}", f"{name}_of", described)
+    router.routes.append(_any_task("/tei/{model}"))
     return router
+
+
+def _any_task(path: str) -> Route:
+    """Return the route of calls that are for the task of a model: / and /tei/NAME."""
+    return Route(path, _AnyTask(), methods=["POST"], include_in_schema=False)
+
+
+class _AnyTask:
+    """Hands a call to the exchange, which checks its key, by a path of its own.
+
+    The exchange cannot have the path itself, since GET there is another call.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one call."""
+        path = scope[CALL_KEY].path
+        path = f"/tei/{DEFAULT_MODEL}" if path == "/" else path.removesuffix("/")
+        await answer(scope["app"].predict, f"{path}/any_task", scope, receive, send)
 
 
 def _errors(*statuses: int) -> dict[int | str, _Json]:

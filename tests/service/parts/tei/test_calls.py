@@ -99,7 +99,8 @@ def test_vectors_of_all_inputs_come_in_a_list(
     assert headers["x-compute-characters"] == str(num_characters)
     assert headers["x-compute-tokens"] == str(2 * len(given))
     assert (headers["x-queue-time"], headers["x-tokenization-time"]) == ("1", "2")
-    assert (headers["x-inference-time"], headers["x-total-time"]) == ("3", "6")
+    assert headers["x-inference-time"] == "3"
+    assert int(headers["x-total-time"]) == int(headers["x-compute-time"]) < 10_000
 
 
 def test_options_of_vectors_reach_the_model() -> None:

@@ -133,16 +133,17 @@ def test_all_calls_are_documented_at_the_root_and_below_tei(app: App) -> None:
         ),
     ],
 )
-def test_a_call_to_the_root_is_for_the_task_of_the_default_model(
-    app: App, task: Any, body: object, answer: object, shown: object
+@pytest.mark.parametrize("path", ["/", "/tei/fake", "/tei/fake/"])
+def test_a_call_without_a_task_is_for_that_of_the_model(
+    app: App, path: str, task: Any, body: object, answer: object, shown: object
 ) -> None:
     encoded = json.dumps([2, answer]).encode()
     model = FakeModel(lambda _: result(encoded), interface=about(task))
     app.predict = Predict({"fake": model}, default="fake", optional=["tei"])
-    found = call(app, "POST", "/", json=body)
+    found = call(app, "POST", path, json=body)
     assert (found.status_code, found.json()) == (200, shown)
     assert found.headers["x-compute-tokens"] == str(2 * len(model.payloads))
     app.predict = Predict({"fake": FakeModel()}, default="fake", optional=["tei"])
-    assert call(app, "POST", "/", json=body).status_code == 424
+    assert call(app, "POST", path, json=body).status_code == 424
     app.predict = Predict({}, optional=["tei"])
-    assert call(app, "POST", "/", json=body).status_code == 404
+    assert call(app, "POST", path, json=body).status_code == 404
