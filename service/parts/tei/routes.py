@@ -315,7 +315,7 @@ def _info(entries: Mapping[str, ModelVersion], name: str | None, settings: Setti
         model_type=_type_of(entry.interface, facts),
         max_concurrent_requests=entry.pool.dispatcher.max_queue_length,
         max_input_length=facts.max_tokens,
-        max_batch_tokens=facts.max_tokens * num_texts,
+        max_batch_tokens=entry.settings.max_batch_tokens or facts.max_tokens * num_texts,
         max_batch_requests=num_texts,
         max_client_batch_size=settings.max_instances_per_request,
         tokenization_workers=len(entry.pool.slots),

@@ -15,11 +15,12 @@ from tests.service.api.fakes import FakeModel, call, result
 SETTINGS: Any = SimpleNamespace(default_model="texts", max_instances_per_request=256)
 
 
-def version(interface: Interface, preset: str = "exact") -> Any:
+def version(interface: Interface, preset: str = "exact", most_tokens: int | None = None) -> Any:
     slot = SimpleNamespace(config=SimpleNamespace(chosen=SimpleNamespace(preset=preset)))
     dispatcher = SimpleNamespace(max_queue_length=1024)
     pool = SimpleNamespace(slots=[slot, slot], dispatcher=dispatcher, reason="loading weights")
-    return SimpleNamespace(interface=interface, pool=pool, settings=SimpleNamespace(batch_size=8))
+    settings = SimpleNamespace(batch_size=8, max_batch_tokens=most_tokens)
+    return SimpleNamespace(interface=interface, pool=pool, settings=settings)
 
 
 def about(task: Any, labels: tuple[str, ...] = (), pooling: str = "") -> Interface:
@@ -29,7 +30,7 @@ def about(task: Any, labels: tuple[str, ...] = (), pooling: str = "") -> Interfa
 
 ENTRIES = {
     "texts": version(about("embedding", pooling="last"), "compiled_bf16"),
-    "mean": version(about("embedding", pooling="mean")),
+    "mean": version(about("embedding", pooling="mean"), most_tokens=1000),
     "ranks": version(about("reranking")),
     "moods": version(about("classification", ("sad", "glad")), "graphed_fp16"),
     "pictures": version(USUAL_INTERFACE),
@@ -80,6 +81,7 @@ def test_a_models_type_has_its_pooling_or_its_labels(
         names = {str(index): label for index, label in enumerate(facts)}
         facts = {"id2label": names, "label2id": {label: int(each) for each, label in names.items()}}
     assert (info["model_dtype"], info["model_type"]) == (dtype, {kind: facts})
+    assert info["max_batch_tokens"] == (1000 if name == "mean" else 4096)
 
 
 @pytest.mark.parametrize(
