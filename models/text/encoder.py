@@ -142,7 +142,7 @@ class SentenceEncoder(TextModel):
         counts_BT = mask_BT
         if "skipped" in batch:
             places_T = torch.arange(mask_BT.shape[1], device=mask_BT.device)
-            skipped_B = batch["skipped"].to(mask_BT.device)
+            skipped_B = batch["skipped"].to(mask_BT.device, non_blocking=True)
             counts_BT = mask_BT & (places_T >= skipped_B[:, None])
         outputs = {
             "embedding": self._layers(pooled(x_BTH, counts_BT, self._poolings)),
