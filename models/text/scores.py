@@ -159,13 +159,20 @@ class TextScorer(TextModel):
         source = NetworkFolder(files.root, replace(self._options, pickled_weights=True))
         config = source.config
         check_served(files.path, config)
+        if getattr(config, "summary_type", "") == "last":
+            raise ModelError(
+                f"{files.path}: {config.model_type} reads the last place of a batch, where shorter "
+                "texts have padding"
+            )
         config.use_cache = False
+        if getattr(config, "pad_token_id", None) is None:
+            # Decoders find a text's last token by it: so it must be one that ends no text.
+            ends = getattr(config, "eos_token_id", None)
+            config.pad_token_id = ends if isinstance(ends, int) else config.vocab_size - 1
         auto = f"AutoModel{TEXT_SUFFIX}"
         network = with_facts_of(
             config, lambda: ScoringNetwork(source.build(auto)), takes_types=_takes_types(source)
         )
-        if getattr(config, "pad_token_id", None) is None:  # decoders find a text's last token by it
-            config.pad_token_id = network.pad_id
         name = (config.architectures or [config.model_type])[0]
         self._found = f"{name} of transformers {source.library.__version__}"
         return network

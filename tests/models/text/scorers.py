@@ -36,6 +36,7 @@ FAMILIES = {
     "ModernBert": {"cls_token_id": 101, "sep_token_id": 102, "local_attention": 16},
 }
 """Fields of each family's configuration, besides the common ones."""
+_DECODERS = {"Qwen3": {"head_dim": 8, "num_key_value_heads": 2, "pad_token_id": None}}
 _WITH_TYPES = ("Bert", "Electra")
 
 
@@ -43,7 +44,7 @@ def write_scorer(folder: Path, family: str = "Bert", **config: object) -> Path:
     """Write a folder with a network of a family, its tokenizer, and fields of its config.json."""
     folder.mkdir(exist_ok=True)
     kind = getattr(transformers, f"{family}Config")
-    given = _SMALL | FAMILIES[family]
+    given = _SMALL | (FAMILIES | _DECODERS)[family]
     if family == "DistilBert":
         given = {**FAMILIES[family], "vocab_size": VOCAB, "max_position_embeddings": 66}
     torch.manual_seed(0)

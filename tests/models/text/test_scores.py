@@ -52,6 +52,24 @@ def test_each_family_scores_pairs_as_transformers_does(tmp_path, family):
     assert isinstance(model.network, BertScorer) == (family == "Bert")
 
 
+def test_a_decoder_scores_the_last_token_of_each_text(tmp_path):
+    folder = write_scorer(tmp_path / "qwen", "Qwen3", num_labels=1)
+    texts = ("a rabbit", PROSE, "It rains.")
+    items = [json_item({"query": QUERY, "text": text}, raw_scores=True) for text in texts]
+    wanted = [logits_of(folder, QUERY, text).item() for text in texts]
+    assert answers(loaded(build(str(folder), "DEFAULT", {})), items) == pytest.approx(
+        wanted, abs=1e-5
+    )
+
+
+def test_a_network_that_reads_the_last_place_of_a_batch_is_refused(tmp_path):
+    folder = write_scorer(tmp_path / "one", num_labels=1)
+    config = {"model_type": "xlnet", "architectures": ["XLNetForSequenceClassification"]}
+    (folder / "config.json").write_text(json.dumps(config | {"id2label": {"0": "x"}}))
+    with pytest.raises(ModelError, match="xlnet reads the last place of a batch"):
+        build(str(folder), "DEFAULT", {})
+
+
 def test_a_reranker_answers_with_a_number_from_0_to_1(reranker, caplog):
     folder, model = reranker
     raw = answers(model, pairs(raw_scores=True))
