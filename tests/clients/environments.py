@@ -126,4 +126,4 @@ def _call(line: dict[str, Any]) -> ClientCall:
         return ClientCall(line["call"], status, answer)
     status = str(error["status"]).rpartition(".")[2]
     status = error["type"] if status == "None" else status
-    return ClientCall(line["call"], status, None, error["text"])
+    return ClientCall(line["call"], status, None, str(error.get("text", "")))

@@ -72,7 +72,8 @@ class TextsMaker(InferMaker):
         if protocol == "tei":
             call = self.choice(_TEI_CALLS)
             model = self.choice(("encoder", "reranker", "classifier", "echo", "nobody", "%00", ""))
-            path = self.choice((f"/{call}", f"/tei/{model}/{call}", f"/tei/{model}/{call}"))
+            below = f"/tei/{model}/{call}"
+            path = self.choice((f"/{call}", f"/{call}", "/", below, below, below))
             document = self._tei_document(call)
         else:
             path = self.choice(_PATHS[protocol])
