@@ -21,6 +21,7 @@ from tests.bench import (
     split,
     steps,
     streams,
+    texts,
     trace,
 )
 from tests.bench.frame import FAILURES, Benchmark
@@ -54,6 +55,7 @@ BENCHMARKS = {
     "streams": streams.streams,
     "bodies": bodies.bodies,
     "protocols": protocols.protocols,
+    "texts": texts.texts,
     "soak": soak.soak,
 }
 
