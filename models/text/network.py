@@ -1,11 +1,12 @@
 """Finds the network of an encoder's folder: our own BERT, or one of transformers. Workers only.
 
 transformers serves BERT as well, and computes the same numbers. Ours stays, since it is faster and
-needs no more than the package tokenizers. With the packaged MiniLM, on one core in alternating
-pairs, transformers 5.24 took 1.10 times as long for one text of 16 tokens (1.09 to 1.30), 1.04
-for 8 of 32 (1.01 to 1.10), 1.04 for 32 of 64, and 1.01 for 8 of 512 (0.98 to 1.09). To import it
-and load the network took 12 to 17 s, against 0.4 to 1.2 s, on two busy cores, and 232 to 278 MiB
-of memory in a worker, against 95.
+needs no more than the package tokenizers. With the packaged MiniLM, on one core of a busy host, in
+alternating pairs, transformers 5.24 took 1.10 times as long for one text of 16 tokens (1.09 to
+1.30) and 1.04 for 8 of 32 (1.01 to 1.10). For texts of 40 tokens in the median (log-normal, sigma
+0.9), in the buckets of `base.bucket_of` against ours without padding, it took 1.36 times as long
+for 8 (0.79 to 1.90) and 1.27 for 32 (0.88 to 1.52). To import it and load the network took 12 to
+17 s, against 0.4 to 1.2 s, and 232 to 278 MiB of memory in a worker, against 95.
 
 Axes: B batch, T tokens, H features.
 """
