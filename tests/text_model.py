@@ -43,6 +43,7 @@ class TextFaultModel(FaultModel):
         """Choose the task, and the options of `FaultModel`."""
         super().__init__(**options)  # type: ignore[arg-type]  # as they are given
         self._task = task
+        self.labels = LABELS if task == "classification" else ()
         if task == "reranking":
             self.example = {"query": "which", "text": "ok 1"}  # type: ignore[assignment]
 
