@@ -104,15 +104,30 @@ def needs_transformers(folder: Path) -> bool:
 
 def why_no_task(folder: Path) -> str:
     """Return why `transformers:FOLDER` does not serve a folder."""
-    found = architectures_of(folder)
+    suffixes = ", ".join(f"*{suffix}" for suffix in (*_TASKS, TEXT_SUFFIX))
+    served = f"served are networks of {suffixes}, and encoders of texts as encoder:FOLDER"
+    return f"{_what_it_names(folder)}; {served}"
+
+
+def why_no_reranker(folder: Path) -> str:
+    """Return why `reranker:FOLDER` does not serve a folder; empty if it may."""
+    if not is_scorer(folder):
+        return f"{_what_it_names(folder)}; a reranker is a *{TEXT_SUFFIX} with one label"
+    num = _config_of(folder).num_classes
+    if num == 1:
+        return ""
+    return (
+        f"{folder} has {num} labels, and a reranker has one: serve it as a classifier, "
+        f"transformers:{folder}"
+    )
+
+
+def _what_it_names(folder: Path) -> str:
     if not os.path.isfile(folder / CONFIG_FILE):
         return f"{folder} has no {CONFIG_FILE}: a folder of transformers is one that has it"
+    found = architectures_of(folder)
     called = f"names {', '.join(found)}" if found else "names no class in `architectures`"
-    suffixes = ", ".join(f"*{suffix}" for suffix in (*_TASKS, TEXT_SUFFIX))
-    return (
-        f"{folder}/{CONFIG_FILE} {called}; served are networks of {suffixes}, and encoders of "
-        "texts as encoder:FOLDER"
-    )
+    return f"{folder}/{CONFIG_FILE} {called}"
 
 
 def _config_of(folder: Path) -> _Config:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
+from inferpool.models.files.hugging_face import why_no_task
+
 CHECKPOINT_SUFFIXES = (".pth", ".pt", ".safetensors", ".safetensors.index.json")
 _HEAD_BYTES = 512
 _OLD_EXPORT = "serialized_exported_program.json"
@@ -132,8 +134,7 @@ def what_it_is(path: Path) -> str:
     if os.path.isfile(path / "saved_model.pb"):  # never raises, for any text
         return f"{path} is a SavedModel of TensorFlow: {_CLASS}"
     if os.path.isfile(path / "config.json"):
-        advice = f"encoder:{path} serves it if it is an encoder of texts; else {_CLASS}"
-        return f"{path} is a folder in Hugging Face's form: {advice}"
+        return f"{why_no_task(path)}. For any other, {_CLASS}"
     return ""
 
 

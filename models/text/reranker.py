@@ -5,6 +5,7 @@
 from collections.abc import Mapping, Sequence
 
 from inferpool.models.errors import ModelError
+from inferpool.models.files.hugging_face import why_no_reranker
 from inferpool.models.files.networks import FolderOptions, folder_at
 from inferpool.models.item import Features
 from inferpool.models.spec import Placement, TensorSpec
@@ -49,13 +50,9 @@ class Reranker(TextScorer):
             weights=weights, trust_remote_code=trust_remote_code, pickled_weights=False
         )
         path = folder_at(folder, options, download=download)
+        if path.is_dir() and (why := why_no_reranker(path)):
+            raise ModelError(why)
         super().__init__(path, options, max_tokens=max_tokens)
-        num_labels = len(self.config.labels)
-        if num_labels != 1:
-            raise ModelError(
-                f"{folder} has {num_labels} labels, and a reranker has one: serve it "
-                f"as a classifier, transformers:{folder}"
-            )
 
     def load(self, placement: Placement) -> None:
         """Read the weights and the tokenizer.

@@ -17,7 +17,7 @@ from typing import Literal
 
 from inferpool.models.attached import BUILT_IN_SOURCES, MODEL_FILE_SUFFIXES
 from inferpool.models.errors import SourceError
-from inferpool.models.files.hugging_face import has_task, is_served, why_no_task
+from inferpool.models.files.hugging_face import has_task, is_served, why_no_reranker, why_no_task
 from inferpool.models.files.kinds import (
     is_checkpoint_path,
     problem_of_source,
@@ -93,7 +93,7 @@ def _problem_of(model: ModelSettings) -> Problem | None:
         text = _unread(Path(name), f"there is no folder {name}", is_folder=True)
     elif prefix in ("transformers", "reranker") and colon:
         is_path = is_path and is_checkpoint_path(weights)
-        text = "" if model.options.get("download") is True else _problem_of_folder(name)
+        text = "" if model.options.get("download") is True else _problem_of_folder(prefix, name)
     elif is_served(Path(source)):
         is_path = is_path and is_checkpoint_path(weights)
     elif colon:
@@ -121,12 +121,13 @@ def _problem_of_archive(source: str) -> str:
     return _unread(path, f"there is no file {source}") or problem_of_source(path)
 
 
-def _problem_of_folder(name: str) -> str:
+def _problem_of_folder(prefix: str, name: str) -> str:
     if lost := _unread(Path(name), f"there is no folder {name}", is_folder=True):
         return f"{lost}; to fetch it from the Hub of Hugging Face, set options.download = true"
-    if has_task(Path(name)):
-        return ""
-    return why_no_task(Path(name))
+    path = Path(name)
+    if prefix == "reranker":
+        return why_no_reranker(path)
+    return "" if has_task(path) else why_no_task(path)
 
 
 def _problem_of_weights(weights: str) -> str:

@@ -4,7 +4,13 @@ import json
 
 import pytest
 
-from inferpool.models.files.hugging_face import form_of, is_served, needs_transformers, why_no_task
+from inferpool.models.files.hugging_face import (
+    form_of,
+    is_served,
+    needs_transformers,
+    why_no_reranker,
+    why_no_task,
+)
 
 ONE, THREE = ({str(number): "x" for number in range(num)} for num in (1, 3))
 POOLED = [{"type": "a.Transformer", "path": ""}, {"type": "a.Pooling", "path": "1_Pooling"}]
@@ -91,3 +97,6 @@ def test_other_folders_hear_what_is_served(tmp_path):
     text = why_no_task(tmp_path)
     assert "names GptForCausalLM; served are networks of *ForImageClassification" in text
     assert "*ForSequenceClassification, and encoders of texts as encoder:FOLDER" in text
+    assert "; a reranker is a *ForSequenceClassification with one" in why_no_reranker(tmp_path)
+    (tmp_path / "config.json").write_text('{"architectures": ["XForSequenceClassification"]}')
+    assert "has 2 labels, and a reranker has one" in why_no_reranker(tmp_path)

@@ -93,6 +93,8 @@ CASES = [
     (["serve", "lfs.skops"], "lfs.skops is a pointer of Git LFS"),
     (["serve", "transformers:gone"], "set options.download = true"),
     (["serve", "transformers:poet"], "poet/config.json names GptForCausalLM; served are networks"),
+    (["serve", "./poet"], "poet/config.json names GptForCausalLM; served are networks of *For"),
+    (["serve", "reranker:poet"], "poet/config.json names GptForCausalLM; a reranker is a *ForSeq"),
     (["serve", "odd.xyz"], "odd.xyz is a file of an unknown kind: a source is "),
     (["serve", "lfs.pt2"], "lfs.pt2 is a pointer of Git LFS, not the file itself: run `git lfs"),
     (["serve", "lfs.pt2", "--debug"], "MODEL: lfs.pt2 is a pointer of Git LFS"),
