@@ -66,7 +66,6 @@ class TeiProtocol(CallProtocol):
         Raises:
             ServiceError: It cannot be read, or does not fit the model.
         """
-        exchange.call.ref.wants_tensors = False
         asked = self._read(exchange, entry, chunks)
         exchange.call.protocol = _ReadTeiProtocol(self._read, asked)
         return Decoded(asked.payloads, is_batch=True, parameters=parameters_of(asked))
