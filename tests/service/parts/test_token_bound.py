@@ -8,10 +8,11 @@ import msgspec
 import pytest
 
 from inferpool.models.spec import USUAL_INTERFACE, TextFacts
-from inferpool.service.parts.token_bound import TokenBound, cost_of
+from inferpool.service.parts.token_bound import TokenBound, add_token_bound, cost_of
 from inferpool.service.queue.dispatcher import Dispatcher
 from inferpool.service.queue.instance import BACKGROUND
 from inferpool.service.queue.scheduling.lanes import BatchCosts, Lane
+from inferpool.service.settings.model import ModelSettings
 from inferpool.workers.shared.arena import Arena
 from tests.fakes import FakeWorker, ref_to
 from tests.service.pools import make_dispatcher, until
@@ -52,6 +53,25 @@ async def batches_of(worker: FakeWorker, num: int) -> list[list[int]]:
 
 def test_a_text_costs_a_quarter_of_its_bytes_and_no_more_than_the_model_reads():
     assert [cost_of(num, FACTS) for num in (0, SHORT, 2000, LONG)] == [2, 4, 502, 512]
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_policies", "size"),
+    [
+        ({}, 0, 8),
+        ({"max_batch_tokens": 64}, 1, 256),
+        ({"max_batch_tokens": 64, "max_batch_size": 4}, 1, 4),
+    ],
+)
+async def test_the_setting_bounds_tokens_and_frees_the_number_of_texts(
+    arena: Arena, settings: dict[str, int], num_policies: int, size: int
+) -> None:
+    model = ModelSettings(source="minilm_l6", **settings)  # type: ignore[arg-type]
+    fixed = None if model.max_batch_size == "auto" else model.max_batch_size
+    dispatcher = make_dispatcher(arena, max_batch_size=fixed)  # type: ignore[arg-type]
+    version: Any = SimpleNamespace(settings=model, pool=SimpleNamespace(dispatcher=dispatcher))
+    add_token_bound(version)
+    assert (len(dispatcher.scheduler.policies), dispatcher.max_batch_size) == (num_policies, size)
 
 
 async def test_short_texts_share_a_batch_with_one_long_text_at_most(arena: Arena) -> None:

@@ -11,6 +11,7 @@ def test_a_worker_is_told_what_the_settings_say(tmp_path):
         "INFERPOOL_MODELS__ECHO__WEIGHTS": "none",
         "INFERPOOL_MODELS__ECHO__OPTIONS__DELAY": "2",
         "INFERPOOL_MODELS__ECHO__MAX_BATCH_SIZE": "3",
+        "INFERPOOL_MODELS__ECHO__MAX_BATCH_TOKENS": "99",
     }
     model = load({}, environ, tmp_path).settings.models["echo"]
     config = model.worker_config_for(
@@ -19,7 +20,7 @@ def test_a_worker_is_told_what_the_settings_say(tmp_path):
     assert config.model.name == config.model.source == "echo"
     assert config.model.weights is None
     assert config.model.options == {"delay": 2}
-    assert (config.max_batch_size, config.prepare_threads) == (3, 1)
+    assert (config.max_batch_size, config.max_batch_tokens, config.prepare_threads) == (3, 99, 1)
     gpu = Placement(devices=("cuda:0",), visible=("GPU-1",), num_threads=4)
     assert model.worker_config_for("echo", gpu, max_image_pixels=9).prepare_threads == 4
 
