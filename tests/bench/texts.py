@@ -42,7 +42,7 @@ _OURS = "inferpool"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class TextCall:
     """One way to ask a server for the vector of a text."""
 
     path: str
@@ -52,20 +52,20 @@ class Way:
     """Returns the vector in the JSON of an answer."""
 
 
-_OPENAI = Way(
+_OPENAI = TextCall(
     path="/v1/embeddings",
     body=lambda text: {"model": "minilm_l6", "input": text, "encoding_format": "float"},
     vector=lambda answer: answer["data"][0]["embedding"],
 )
-_WAYS: Mapping[str, Way] = {
-    "inferpool /predict": Way(
+_WAYS: Mapping[str, TextCall] = {
+    "inferpool /predict": TextCall(
         path="/predict",
         body=lambda text: {"instances": [text]},
         vector=lambda answer: answer["predictions"][0],
     ),
     "inferpool /v1/embeddings": _OPENAI,
     "infinity": _OPENAI,
-    "sentence-transformers": Way(
+    "sentence-transformers": TextCall(
         path="/embed",
         body=lambda text: {"texts": [text]},
         vector=lambda answer: answer[0],
