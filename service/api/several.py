@@ -33,6 +33,9 @@ def submit_several(exchange: Exchange, entry: ModelEntry, payloads: Sequence[Pay
     call.num_instances = len(payloads)
     if len(payloads) > at_once or (call.protocol and call.protocol.submits_in_turn):
         exchange.count()  # its body is kept meanwhile
+        if exchange.slot is not None:  # the payloads are of a copy, in the loop's memory
+            exchange.slot.close()
+            exchange.slot = None
         if not exchange.response_complete:
             _Rest(exchange, entry, payloads, at_once).submit(at_once)
         return

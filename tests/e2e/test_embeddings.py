@@ -42,11 +42,12 @@ def service(once: Path) -> Iterator[Running]:
         yield service
 
 
-def vectors(service: Running, texts: list[str], **arguments: Any) -> list[Any]:
+def vectors(service: Running, texts: list[str], *, tokens: int = 0, **arguments: Any) -> list[Any]:
+    """The vectors of texts; `tokens` is the number of each, where it is not that of its words."""
     answer = service.post(PATH, json={"input": texts, "model": "texts", **arguments})
     assert answer.status_code == 200, answer.text
     assert [each["index"] for each in answer.json()["data"]] == list(range(len(texts)))
-    num_tokens = sum(len(text.split()) for text in texts)
+    num_tokens = sum(tokens or len(text.split()) for text in texts)
     assert answer.json()["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     return [each["embedding"] for each in answer.json()["data"]]
 
@@ -59,6 +60,13 @@ def test_a_call_with_far_more_texts_than_the_queue_has_room_for_is_answered(
         found = vectors(service, MANY, encoding_format="base64")
         assert [floats_of(each) for each in found] == expected
     assert vectors(service, MANY[:100]) == expected[:100]
+
+
+def test_a_body_of_megabytes_is_answered(service: Running) -> None:
+    texts = [f"{'word ' * 300}{number}" for number in range(2048)]
+    found = vectors(service, texts, encoding_format="base64", truncate=True, tokens=16)
+    assert [floats_of(each) for each in found] == [vector_of(text) for text in texts]
+    until(lambda: service.metric("arena_used_bytes") == 0)
 
 
 def test_texts_that_a_dead_worker_had_are_computed_again(service: Running, once: Path) -> None:
