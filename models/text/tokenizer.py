@@ -12,6 +12,10 @@ Side: TypeAlias = Literal["left", "right"]
 """The end of a text that is cut off if the text is too long."""
 _CHARS_PER_TOKEN = 16
 """Characters per token that are tokenized first of a long text: words have four or five."""
+_LONGEST_WORD = 1 << 17
+"""Characters of a word from which on its tokens may be those of its beginning or end."""
+_MOST_CHARS = 1 << 20
+"""Characters from which on no more are read, though they have few tokens, as spaces have."""
 
 
 class Token(msgspec.Struct, frozen=True):
@@ -80,18 +84,12 @@ class Tokenizer:
         Raises:
             InputError: The text is too long, and must not be cut.
         """
-        most = self._max_tokens
-        near = _near_end(text, most * _CHARS_PER_TOKEN, side)
-        encoding = self._tokenizer.encode(near)
-        if len(encoding) <= most and near is not text:
-            near = text
-            encoding = self._tokenizer.encode(near)
+        encoding = self._encoded(text, side)
+        most = self._max_tokens - self._num_added
         if len(encoding) > most:
             self._check_may_cut("text", truncates)
-            cut = self._tokenizer.encode(near, add_special_tokens=False)
-            cut.truncate(most - self._num_added, 0, side)
-            encoding = self._tokenizer.post_process(cut)
-        return self._known(encoding.ids)
+            encoding.truncate(most, 0, side)
+        return self._known(self._tokenizer.post_process(encoding).ids)
 
     def pair(
         self, first: str, second: str, *, truncates: bool = True, side: Side = "right"
@@ -105,15 +103,7 @@ class Tokenizer:
             InputError: They are too long, and must not be cut.
         """
         most = self._max_tokens
-        bound = most * _CHARS_PER_TOKEN
-        texts = [first, second]
-        if len(first) + len(second) > bound:
-            texts = [_near_end(each, bound, side) for each in texts]
-        parts = [self._tokenizer.encode(each, add_special_tokens=False) for each in texts]
-        if texts != [first, second] and sum(map(len, parts)) + self._num_added_to_pair <= most:
-            parts = [
-                self._tokenizer.encode(each, add_special_tokens=False) for each in (first, second)
-            ]
+        parts = [self._encoded(each, side) for each in (first, second)]
         lengths = [len(part) for part in parts]
         if sum(lengths) + self._num_added_to_pair > most:
             self._check_may_cut("pair of texts", truncates)
@@ -171,6 +161,27 @@ class Tokenizer:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skips)
         return text
 
+    def _encoded(self, text: str, side: Side) -> Any:
+        """Encode a text without special tokens; of a long one, an end with more tokens than fit.
+
+        A word is tokenized alone, so only the word that is cut may have other tokens in the end
+        than in the text. What lies beyond is left out, as a megabyte of it takes seconds.
+        """
+        most = self._max_tokens
+        num_chars = most * _CHARS_PER_TOKEN
+        while num_chars < len(text):
+            end = text[:num_chars] if side == "right" else text[-num_chars:]
+            encoding = self._tokenizer.encode(end, add_special_tokens=False)
+            if len(encoding) > most:
+                words = encoding.word_ids
+                past, cut = (most, -1) if side == "right" else (-1 - most, 0)
+                if words[past] != words[cut] or num_chars >= _LONGEST_WORD:
+                    return encoding
+            if num_chars >= _MOST_CHARS:
+                return encoding
+            num_chars = min(num_chars * 4, _MOST_CHARS)
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
     def _check_may_cut(self, name: str, truncates: bool) -> None:
         if not truncates:
             raise InputError(f"the {name} has more than {self._max_tokens} tokens")
@@ -183,20 +194,6 @@ class Tokenizer:
                 "tokens, fewer than the tokenizer of its folder"
             )
         return ids
-
-
-def _near_end(text: str, num_chars: int, side: Side) -> str:
-    """Return the end of a text that is kept, cut at a space: tokens do not reach over spaces.
-
-    All of the text if there is no space to cut at.
-    """
-    if len(text) <= num_chars:
-        return text
-    if side == "right":
-        start, space, _ = text[:num_chars].rpartition(" ")
-        return start if space else text
-    _, space, end = text[-num_chars:].partition(" ")
-    return space + end if space else text  # with the space, as it may be part of the token
 
 
 def _longest_first(lengths: Sequence[int], most: int) -> list[int]:

@@ -1,6 +1,9 @@
 """Texts to ids of tokens and back, beside what transformers makes of the same files."""
 
+import random
+
 import pytest
+import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from inferpool.models.errors import InputError
@@ -116,3 +119,43 @@ def test_a_wrong_parameter_is_refused_by_name(parameters, said):
         options_of(parameters, ENCODER)
     assert said in str(error.value)
     assert options_of({"top_k": 1}, CLASSIFIER).top_k == 1
+
+
+PIECES = ["hello", "unbelievably", " ", "  ", "\n", "東", "京", ".", "!?", "é", "e\u0301", "'s"]
+
+
+@pytest.mark.parametrize("num_pieces", [20, 300, 3000])
+def test_ends_of_long_texts_have_the_tokens_of_the_whole(tokenizer, reference, num_pieces):
+    drawn = random.Random(num_pieces)
+    texts = ["".join(drawn.choices([*PIECES, "x" * 30], k=num_pieces)) for _ in range(20)]
+    for side in ("right", "left"):
+        reference.truncation_side = side
+        wanted = reference(texts, truncation=True, max_length=32)["input_ids"]
+        assert [tokenizer.ids(text, side=side) for text in texts] == wanted
+
+
+@pytest.mark.parametrize("piece", ["東京", "a\n", ".", "word "])
+def test_most_of_a_long_text_is_never_read(tokenizer, piece, monkeypatch):
+    read = []
+    library = tokenizers.Tokenizer.from_file(str(FILE))
+
+    class Counting:
+        def encode(self, text, **options):
+            read.append(len(text))
+            return library.encode(text, **options)
+
+        def post_process(self, *encodings):
+            return encodings[0]
+
+    monkeypatch.setattr(tokenizer, "_tokenizer", Counting())
+    for side in ("right", "left"):
+        assert len(tokenizer.ids(piece * 500_000, side=side)) == 30
+        tokenizer.pair(piece * 500_000, SHORT, side=side)
+    assert max(read) <= 32 * 64
+
+
+def test_of_many_spaces_no_more_than_a_million_is_read(tokenizer):
+    ids = tokenizer.ids
+    assert ids(" " * 200_000 + SHORT) == ids(SHORT)
+    assert ids(" " * 1_100_000 + SHORT) == ids("")
+    assert ids(" " * 1_100_000 + SHORT, side="left") == ids(SHORT)
