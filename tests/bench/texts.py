@@ -42,7 +42,7 @@ _OURS = "inferpool"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextCall:
+class VectorCall:
     """One way to ask a server for the vector of a text."""
 
     path: str
@@ -52,20 +52,20 @@ class TextCall:
     """Returns the vector in the JSON of an answer."""
 
 
-_OPENAI = TextCall(
+_OPENAI = VectorCall(
     path="/v1/embeddings",
     body=lambda text: {"model": "minilm_l6", "input": text, "encoding_format": "float"},
     vector=lambda answer: answer["data"][0]["embedding"],
 )
-_WAYS: Mapping[str, TextCall] = {
-    "inferpool /predict": TextCall(
+_WAYS: Mapping[str, VectorCall] = {
+    "inferpool /predict": VectorCall(
         path="/predict",
         body=lambda text: {"instances": [text]},
         vector=lambda answer: answer["predictions"][0],
     ),
     "inferpool /v1/embeddings": _OPENAI,
     "infinity": _OPENAI,
-    "sentence-transformers": TextCall(
+    "sentence-transformers": VectorCall(
         path="/embed",
         body=lambda text: {"texts": [text]},
         vector=lambda answer: answer[0],
