@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 
 import pytest
 from fastapi import APIRouter
@@ -17,6 +18,9 @@ from inferpool.service.api.wire.listening import warn_if_open
 from inferpool.service.app import assemble, make_app
 from inferpool.service.endpoint import failure_log
 from inferpool.service.errors import StartError
+from inferpool.service.parts.objective import Objective
+from inferpool.service.parts.token_bound import TokenBound
+from inferpool.service.queue.batch_sizing import SizeLimit
 from inferpool.service.settings.loader import load
 from inferpool.service.settings.settings import Settings
 from inferpool.service.telemetry.console import Console
@@ -79,6 +83,18 @@ def test_a_second_service_with_the_same_store_of_jobs_does_not_start(settings):
     with pytest.raises(StartError, match="another service keeps its jobs in"):
         assemble(settings, find_host(""), Console(None))
     assert first.jobs is not None
+
+
+def test_settings_of_batches_become_policies_of_the_queue(tmp_path):
+    flags = {"model": "minilm_l6", "max_batch_tokens": "64", "objective_p99_ms": "50"}
+    settings = load(flags, {"INFERPOOL_JOB_STORE": "none"}, tmp_path).settings
+    catalog = assemble(settings, find_host(""), Console(None)).service.catalog
+    scheduler = SimpleNamespace(policies=[], limit=SizeLimit(None))
+    pool = SimpleNamespace(dispatcher=SimpleNamespace(scheduler=scheduler))
+    model = settings.models["minilm_l6"]
+    for on_load in catalog.on_load:
+        on_load(SimpleNamespace(name="minilm_l6", settings=model, pool=pool))
+    assert [type(policy) for policy in scheduler.policies] == [Objective, TokenBound]
 
 
 def paths_of(routes: Iterable[BaseRoute]) -> Iterator[str]:
