@@ -1,6 +1,9 @@
 """The base of models that score texts or pairs of texts. Runs in worker processes only.
 
-BERT is our own network, as for encoders; the others are those of transformers.
+BERT is our own network, as for encoders; the others are those of transformers. With 6 layers of 384
+features, 32 pairs of 60 tokens in the median (log-normal, sigma 0.7) took transformers 5.24 1.12
+times as long as ours without padding (1.06 to 1.16, one core, alternating), in groups of about the
+same length, and 3.8 times padded to the longest. Ours is ready without importing transformers.
 
 Axes: B batch, T tokens, H features of a token, K labels.
 """
