@@ -97,6 +97,28 @@ def test_the_promise_is_kept_by_other_protocols(tmp_path: Path, protocol: str):
 
 
 @pytest.mark.alone
+@pytest.mark.parametrize(
+    ("protocol", "task"),
+    [("embeddings", "embedding"), ("rerank", "reranking"), ("tei", "embedding")],
+)
+def test_the_promise_is_kept_by_the_protocols_of_texts(tmp_path: Path, protocol: str, task: str):
+    config = tmp_path / "inferpool.toml"
+    config.write_text(
+        'default_timeout_s = 200\n[models.texts]\nsource = "tests.text_model:TextFaultModel"\n'
+        f'replicas = 2\noptions = {{ task = "{task}" }}\n'
+    )
+    done = chaos(
+        "--config", str(config), "--protocol", protocol, "--json", "--requests", "300",
+        "--kills", "1", "--kill-every", "0.7", "--stop-every", "0", "--poison-every", "1.5",
+        "--forkserver-every", "0",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["chaos"]["right"] == report["chaos"]["sent"] >= 300
+    assert report["poisonings"]["right"] == report["poisonings"]["sent"] >= 1
+
+
+@pytest.mark.alone
 def test_model_that_exits_costs_its_own_instance_alone(tmp_path: Path):
     report = kept_under(tmp_path, "exit")
     assert report["ledger"]["restarts"] == 0

@@ -85,7 +85,8 @@ def run(loaded: LoadedSettings, plan: ChaosPlan) -> int:
         if grpc_port:
             rows.insert(0, (("grpc_port",), grpc_port, "chaos"))
         if plan.protocol == "tei":
-            rows.insert(0, (("tei",), True, "chaos"))
+            own = [row for row in rows if row[0] != ("tei",)]
+            rows = [(("tei",), True, "chaos"), *own]
         if not plan.every_s["greed"] and not plan.every_s["upload"]:
             own_keys = []  # then any client may ask, as usual
         with (
