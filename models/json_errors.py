@@ -17,7 +17,12 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 _HIGH = rb"\\u[dD][89abAB][0-9a-fA-F][0-9a-fA-F]"
 _LOW = rb"\\u[dD][c-fC-F][0-9a-fA-F][0-9a-fA-F]"
-_LONE_SURROGATE = re.compile(rb"(?<!\\)(?:\\\\)*(%b(?!%b)|(?<!%b)%b)" % (_HIGH, _LOW, _HIGH, _LOW))
+_FINE = rb"\\[^u]", rb"\\u(?![dD][89a-fA-F])", _HIGH + _LOW
+_LONE_SURROGATE = re.compile(
+    rb"[^\\]*+(?:%b)*+(%b|%b)"
+    % (b"|".join(rb"(?:(?:%b)[^\\]*+)++" % each for each in _FINE), _HIGH, _LOW)
+)
+"""From the start of a text, and without a way back: each step in megabytes would be tried again."""
 _MAX_SHOWN = 30
 _MAX_PLACE = 200
 
@@ -37,7 +42,7 @@ def json_message(error: Exception, text: bytes | memoryview = b"") -> str:
     if "out of range" in message and (found := number_out_of_range(text)):
         return f"{found} is out of range"
     if "truncated" in message or "hex escape" in message or "surrogate" in message:
-        if lone := _LONE_SURROGATE.search(text):
+        if lone := _LONE_SURROGATE.match(text):
             return f"malformed JSON: half of a surrogate pair (byte {lone.start(1)})"
         if "truncated" in message:
             return f"malformed JSON: it ends too early, after {len(text)} bytes"

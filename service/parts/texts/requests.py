@@ -46,6 +46,7 @@ _WORDS = {
 _PLACE = re.compile(r"^(?P<what>.*?)(?: - at `(?P<place>[^`]*)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(.*)`")
+_MAX_SHOWN = 200
 _COUNTED = re.compile(rb"\[(\d+),")
 
 
@@ -236,6 +237,8 @@ def _misshapen(
     message: str, reader: "msgspec.json.Decoder[Any]"
 ) -> ArgumentError | InvalidInputError:
     """Return what is wrong with a body of another form, from msgspec's message."""
+    if len(message) > 2 * _MAX_SHOWN:  # it repeats names and values, and ends with the place
+        message = f"{message[:_MAX_SHOWN]}...{message[-_MAX_SHOWN:]}"
     parts = _PLACE.match(message)
     assert parts is not None
     what, place = parts["what"], (parts["place"] or "$").removeprefix("$").removeprefix(".")

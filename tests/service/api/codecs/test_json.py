@@ -60,6 +60,10 @@ def test_parameters_come_from_the_body_and_the_query() -> None:
             b'{"instances":["\\ud83d\\ude00 \\\\ud800 \\udc00 x"]}',
             "half of a surrogate pair (byte 36)",
         ),
+        (
+            b'{"instances":["\\\\ud83d\\ude00 \\n"]}',  # the first half is no escape
+            "half of a surrogate pair (byte 22)",
+        ),
         (b'{"instances":[{"\\ud800":1}]}', "half of a surrogate pair (byte 16)"),
         (b'{"instances":["a', "the body: malformed JSON: it ends too early, after 16 bytes"),
         (

@@ -194,6 +194,13 @@ def test_a_long_body_is_refused_and_a_list_of_millions_too() -> None:
     assert (error["param"], "more than 2048" in error["message"]) == ("input", True)
 
 
+@pytest.mark.parametrize("name", ["encoding_format", "x" * 10_000])
+def test_an_error_repeats_only_the_beginning_of_a_long_argument(name: str) -> None:
+    error = refused(ask(encoder(), {"input": "a", name: "y" * 10_000}), 400)
+    assert error["param"] == name[:80]
+    assert len(error["message"]) < 1000
+
+
 def test_the_body_s_type_does_not_matter_but_its_encoding_does() -> None:
     for media_type in ("application/json", "text/plain", "image/png"):
         answer = ask(encoder(), {"input": "a"}, headers={"content-type": media_type})
