@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_FEW = 8
+"""After some were refused, one more is in flight with each that is done while there are fewer, and
+then with each eighth: a try without room counts as a rejected instance."""
+
 
 def submit_several(exchange: Exchange, entry: ModelEntry, payloads: Sequence[Payload]) -> None:
     """Submit instances; one that is refused becomes an error in its place."""
@@ -31,7 +35,7 @@ def submit_several(exchange: Exchange, entry: ModelEntry, payloads: Sequence[Pay
     if call.chosen == "content":
         attached("content of several")(call.headers[b"accept"])
     call.num_instances = len(payloads)
-    if len(payloads) > at_once or (call.protocol and call.protocol.submits_in_turn):
+    if call.protocol is not None and call.protocol.submits_in_turn:
         exchange.count()  # its body is kept meanwhile
         if exchange.slot is not None:  # the payloads are of a copy, in the loop's memory
             exchange.slot.close()
@@ -63,6 +67,7 @@ class _Rest:
         self._at_once = at_once
         self._waiting = deque(enumerate(payloads))
         self._num_in_flight = 0
+        self._num_done = 0
 
     def submit(self, most: int) -> None:
         """Submit as many as `most`, as long as there is room for them."""
@@ -99,9 +104,10 @@ class _Rest:
             return
         if isinstance(error, ServiceError):
             self._end(error)
+        self._num_done += 1
+        is_more = self._num_in_flight < _FEW or not self._num_done % _FEW
         try:
-            # Two, so that more are in flight again after some were refused.
-            self.submit(min(2, self._at_once - self._num_in_flight))
+            self.submit(min(1 + is_more, self._at_once - self._num_in_flight))
         except Exception:
             logger.exception("a call failed", extra=self._exchange.call.log_ids())
             self._end(InternalError(INTERNAL_MESSAGE))

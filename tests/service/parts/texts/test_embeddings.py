@@ -368,18 +368,40 @@ async def test_many_inputs_are_submitted_in_turn(way: Way) -> None:
         assert server.protocol.predict.unfinished.held.total == 0
 
 
-@pytest.mark.parametrize("num", [3, 16, 40])
-async def test_a_call_with_more_inputs_than_there_is_room_for_waits(num: int) -> None:
+@pytest.mark.parametrize(("num", "num_places"), [(3, 2), (16, 2), (40, 2), (400, 12)])
+async def test_a_call_with_more_inputs_than_there_is_room_for_waits(
+    num: int, num_places: int
+) -> None:
     model, room = encoder(), OverloadedError("the queue is full", retry_after_s=1)
     submit, model.submit = model.submit, lambda *args, **more: submit_if_room(*args, **more)  # type: ignore[method-assign]  # it is a fake
+    num_refused = 0
 
     def submit_if_room(*args: Any, **more: Any) -> Any:
-        if sum(not future.done() for future in model.futures) >= 2:
+        nonlocal num_refused
+        if sum(not future.done() for future in model.futures) >= num_places:
+            num_refused += 1
             raise room
         return submit(*args, **more)
 
     async with serve(model, max_instances=16) as server:
         assert len((await many(server, num)).json["data"]) == num
+    # Each counts as a rejected instance.
+    assert num_refused <= (num / 4 if num_places >= 8 else num)
+
+
+async def test_a_call_has_as_many_in_flight_again_once_there_is_room() -> None:
+    model, room = silent_model(), OverloadedError("the queue is full", retry_after_s=1)
+    model.interface = EMBEDS
+    model._refusals = [None, None, room]
+    async with serve(model, max_instances=16) as server, server.connect() as client:
+        body = json.dumps({"input": ["a"] * 300}).encode()
+        client.send(HEAD + b"content-length: %d\r\n\r\n%b" % (len(body), body))
+        for number in range(300):
+            await until(lambda: len(model.futures) > number)  # noqa: B023  # it is called here
+            model.futures[number].set_result(result(b"[1,[0]]"))
+            if number == 200:
+                await until(lambda: sum(not each.done() for each in model.futures) == 16)
+        assert len((await client.read_answer()).json["data"]) == 300
 
 
 async def test_no_more_of_one_call_are_in_the_queue_than_a_request_may_have() -> None:
