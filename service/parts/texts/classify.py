@@ -34,6 +34,7 @@ from inferpool.service.parts.texts.errors import ArgumentError
 from inferpool.service.parts.texts.requests import (
     BodyProtocol,
     NamedRequest,
+    answers_as,
     check_task,
     counted,
     items_of,
@@ -166,7 +167,7 @@ class CohereAnswer(msgspec.Struct, frozen=True, kw_only=True):
     meta: Meta
 
 
-_labels = msgspec.json.Decoder(list[list[ScoredLabel]])
+_labels = msgspec.json.Decoder(list[Annotated[list[ScoredLabel], Bounds(min_length=1)]])
 
 
 class _Pair(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -227,7 +228,7 @@ class ClassifyProtocol(BodyProtocol[ClassifyRequest]):
         assert call.entry is not None
         param = "inputs" if self._is_cohere else "input"
         num_tokens, answers = counted(outcomes, param, is_list=call.is_batch)
-        labels = _labels.decode(b"[%b]" % b",".join(answers))
+        labels = answers_as(_labels, answers)
         if self._is_cohere:
             facts, likely = call.entry.interface.text, None
             if facts is not None and facts.is_multi_label:

@@ -222,6 +222,18 @@ def counted(
     return num_tokens, answers
 
 
+def answers_as(reader: "msgspec.json.Decoder[list[T]]", answers: Sequence[memoryview]) -> list[T]:
+    """Decode the answers that `counted` returns, together.
+
+    Raises:
+        ModelFailedError: The model answers in another form.
+    """
+    try:
+        return reader.decode(b"[%b]" % b",".join(answers))
+    except msgspec.DecodeError as error:
+        raise ModelFailedError(f"the model's answers have another form: {error}") from None
+
+
 @lru_cache
 def _list_of(most: int) -> "msgspec.json.Decoder[Any]":
     """Return a decoder for a list of limited length: an array of optional fields.

@@ -30,6 +30,7 @@ from inferpool.service.parts.texts.errors import ArgumentError
 from inferpool.service.parts.texts.requests import (
     BodyProtocol,
     NamedRequest,
+    answers_as,
     check_task,
     counted,
     items_of,
@@ -167,7 +168,7 @@ class RerankProtocol(BodyProtocol[RerankRequest]):
         """
         assert call.entry is not None
         num_tokens, answers = counted(outcomes, _DOCUMENTS, is_list=True)
-        scores = _scores.decode(b"[%b]" % b",".join(answers))
+        scores = answers_as(_scores, answers)
         num_wanted = self.request.top_n or len(scores)
         best = sorted(range(len(scores)), key=lambda index: -scores[index])[:num_wanted]
         documents = self._documents

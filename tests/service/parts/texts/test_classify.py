@@ -205,6 +205,14 @@ def test_a_text_that_fails_fails_the_call(error: Any, status: int, said: str) ->
     assert said in answer.json()["message"]
 
 
+@pytest.mark.parametrize("value", [b"[1,[]]", b'[1,"sad"]', b'[1,[{"label":"sad"}]]', b"[]"])
+@pytest.mark.parametrize("param", ["input", "inputs"])
+def test_a_model_that_answers_in_another_form_is_at_fault(value: bytes, param: str) -> None:
+    model = FakeModel(lambda _: result(value), interface=CLASSIFIES)
+    answer = ask(model, {param: "a"})
+    assert (answer.status_code, answer.json()["code"]) == (500, "model_error")
+
+
 def test_a_model_for_something_else_is_refused() -> None:
     ranks = Interface(text=TextFacts(task="reranking", max_tokens=9, vocab_size=9))
     answer = ask(classifier(0, interface=ranks), {"input": "a"})

@@ -218,6 +218,12 @@ def test_a_document_that_fails_fails_the_call(
     assert answer.headers.get("retry-after") == retry_after
 
 
+@pytest.mark.parametrize("value", [b'[1,"high"]', b"[1,null]", b"[1,[0.5]]", b"0.5"])
+def test_a_model_that_answers_in_another_form_is_at_fault(value: bytes) -> None:
+    answer = ask(FakeModel(lambda _: result(value), interface=RANKS), A_CALL)
+    assert (answer.status_code, answer.json()["code"]) == (500, "model_error")
+
+
 def test_a_model_for_something_else_or_of_no_such_name_is_refused() -> None:
     answer = ask(ranker(interface=EMBEDS), A_CALL)
     assert answer.status_code == 400
