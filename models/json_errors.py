@@ -18,11 +18,8 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _HIGH = rb"\\u[dD][89abAB][0-9a-fA-F][0-9a-fA-F]"
 _LOW = rb"\\u[dD][c-fC-F][0-9a-fA-F][0-9a-fA-F]"
 _FINE = rb"\\[^u]", rb"\\u(?![dD][89a-fA-F])", _HIGH + _LOW
-_LONE_SURROGATE = re.compile(
-    rb"[^\\]*+(?:%b)*+(%b|%b)"
-    % (b"|".join(rb"(?:(?:%b)[^\\]*+)++" % each for each in _FINE), _HIGH, _LOW)
-)
-"""From the start of a text, and without a way back: each step in megabytes would be tried again."""
+_STEPS = b"|".join(rb"(?:(?:%b)[^\\]*+)++" % each for each in _FINE)  # no way back: texts are long
+_LONE_SURROGATE = re.compile(rb"[^\\]*+(?:%b)*+(%b|%b)" % (_STEPS, _HIGH, _LOW))
 _MAX_SHOWN = 30
 _MAX_PLACE = 200
 
