@@ -17,16 +17,16 @@ from inferpool.service.api.codecs.answers import JSON_TYPE
 from inferpool.service.api.errors import Answer, Headers, problem
 from inferpool.service.api.exchange import Call
 from inferpool.service.errors import (
-    InternalError,
     InvalidInputError,
     ModelFailedError,
     NonFiniteOutputError,
     ServiceError,
     WorkerCrashedError,
 )
-from inferpool.service.queue.instance import InstanceTiming, Result
+from inferpool.service.parts.texts.requests import counted
+from inferpool.service.queue.instance import Buffer, InstanceTiming, Result
 
-Render = Callable[[Sequence[bytes]], bytes]
+Render = Callable[[Sequence[Buffer]], bytes]
 """Renders the body of an answer from the JSON of each of the model's."""
 
 
@@ -93,42 +93,40 @@ def answer_of(
         started: The moment at which the call began.
 
     Raises:
-        InternalError: An answer has not the form that was asked for.
+        ModelFailedError: An answer has not the form that was asked for.
     """
-    values = [each.value for each in results]
-    if not all(isinstance(each, bytes) for each in values):
-        raise InternalError("the model's answer is no JSON")
-    answers = [each for each in values if isinstance(each, bytes)]
     headers: Headers = []
+    answers: Sequence[Buffer] = [each.value for each in results if isinstance(each.value, bytes)]
+    if num_characters is not None:
+        num_tokens, answers = counted(results, "inputs", is_list=True)
+        timings = [each.timing for each in results]
+        headers = _metadata(num_characters, num_tokens, timings, time.monotonic() - started)
     try:
-        if num_characters is not None:
-            counted = [_counted(each) for each in answers]
-            num_tokens = sum(num for num, _ in counted)
-            timings = [each.timing for each in results]
-            headers = _metadata(num_characters, num_tokens, timings, time.monotonic() - started)
-            answers = [answer for _, answer in counted]
+        if len(answers) < len(results):
+            raise ValueError("it is no JSON")
         body = render(answers)
     except (ValueError, msgspec.MsgspecError) as error:
-        raise InternalError(
+        raise ModelFailedError(
             f"the model's answer has another form than asked for: {error}"
         ) from None
     return [*_json_headers(body), *headers], body
 
 
-def list_of(answers: Sequence[bytes]) -> bytes:
-    """Render all answers in their order."""
-    return b"[" + b",".join(answers) + b"]"
+def list_of(answers: Sequence[Buffer]) -> bytes:
+    """Render all answers in their order; they may be long, and so are copied once."""
+    pieces = [piece for each in answers for piece in (b",", each)]
+    return b"".join([b"[", *pieces[1:], b"]"])
 
 
 def ranks_of(texts: Sequence[memoryview] | None) -> Render:
     """Return what renders scores of texts, the best first; with the texts, if they are given."""
 
-    def render(answers: Sequence[bytes]) -> bytes:
+    def render(answers: Sequence[Buffer]) -> bytes:
         scores = [float(each) for each in answers]
         ranks = []
         for index in sorted(range(len(scores)), key=lambda each: -scores[each]):
             text = b"" if texts is None else b'"text":%b,' % bytes(texts[index])
-            ranks.append(b'{"index":%d,%b"score":%b}' % (index, text, answers[index]))
+            ranks.append(b'{"index":%d,%b"score":%b}' % (index, text, bytes(answers[index])))
         return list_of(ranks)
 
     return render
@@ -140,7 +138,7 @@ def predictions(label: str | None) -> Render:
     `label` is the only one of a model that answers with a score; None: answers have labels.
     """
 
-    def render(answers: Sequence[bytes]) -> bytes:
+    def render(answers: Sequence[Buffer]) -> bytes:
         if label is not None:
             name = Raw(msgspec.json.encode(label))
             lists = [[_Prediction(Raw(each), name)] for each in answers]
@@ -156,7 +154,7 @@ def first_of(render: Render) -> Render:
     return lambda answers: render(answers)[1:-1]
 
 
-def cosines(answers: Sequence[bytes]) -> bytes:
+def cosines(answers: Sequence[Buffer]) -> bytes:
     """Render how alike the first vector and each other one are; all of them have length 1.
 
     They come as base64 of float32. 255 vectors of 1,024 take 8 ms of the event loop on one core.
@@ -166,14 +164,6 @@ def cosines(answers: Sequence[bytes]) -> bytes:
     if any(len(each) != len(source) for each in others):
         raise ValueError("vectors differ in length")
     return msgspec.json.encode([sum(map(mul, source, each)) for each in others])
-
-
-def _counted(value: bytes) -> tuple[int, bytes]:
-    """Split `[num_tokens, answer]`, without parsing the answer, which may be long."""
-    start, comma, answer = value.partition(b",")
-    if not comma or start[:1] != b"[" or answer[-1:] != b"]":
-        raise ValueError("it has no number of tokens")
-    return int(start[1:]), answer[:-1]
 
 
 def _json_headers(body: bytes) -> Headers:

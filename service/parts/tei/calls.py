@@ -96,7 +96,7 @@ class _ReadTeiProtocol(TeiProtocol):
         asked = self._request
         for index, outcome in enumerate(outcomes):
             if isinstance(outcome, ServiceError):
-                raise error_of_input(outcome, asked.place, index if asked.is_list else None)
+                raise error_of_input(outcome, *asked.place_of(index))
             results.append(outcome)
         headers, body = answer_of(results, asked.render, asked.num_characters, call.started)
         return 200, headers, body

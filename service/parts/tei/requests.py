@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Raw
 
-from inferpool.models.json_errors import JsonErrors, json_message
+from inferpool.models.json_errors import BYTE_ORDER_MARK, JsonErrors, json_message
 from inferpool.models.spec import TextFacts
 from inferpool.service.api.codecs.body import Payload
 from inferpool.service.api.codecs.json import SPACE
@@ -36,12 +36,17 @@ from inferpool.service.parts.tei.answers import (
     predictions,
     ranks_of,
 )
+from inferpool.service.parts.texts.classify import MAX_SCORES
 from inferpool.service.parts.texts.errors import ArgumentError
 from inferpool.service.parts.texts.requests import items_of, read_json
 from inferpool.service.queue.instance import Buffer
 
 _NOTHING = Raw()
 _EMPTY = "`inputs` cannot be empty"
+_MOST_NUMBERS = 1 << 21
+"""Numbers in an answer of /embed_all: 42 MB of JSON, and 50 ms of the event loop."""
+_MOST_TOKENIZED = 1 << 18
+"""Characters of a call to /tokenize: each may be a token, and so 70 bytes of JSON."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +65,14 @@ class TeiRequest:
     """The instances came as a list, and not as the only one."""
     place: str = "inputs"
     """The member that they came from, for messages."""
+    first: str | None = None
+    """The member that the first of them came from, if that is another one."""
+
+    def place_of(self, index: int) -> tuple[str, int | None]:
+        """Return the member that an instance came from, and its place there if it is a list."""
+        if self.first is not None:
+            return (self.place, index - 1) if index else (self.first, None)
+        return self.place, index if self.is_list else None
 
 
 class _Options(msgspec.Struct, gc=False):
@@ -126,6 +139,7 @@ def has_inputs(text: bytes) -> bool:
 
     A member whose name is written with escapes is not found.
     """
+    text = text.removeprefix(BYTE_ORDER_MARK)
     if _OUR_START.match(text) or b'"inputs"' not in text:
         return False
     try:
@@ -153,8 +167,16 @@ def read_embed(exchange: Exchange, entry: ModelEntry, chunks: Sequence[Buffer]) 
 def read_embed_all(exchange: Exchange, entry: ModelEntry, chunks: Sequence[Buffer]) -> TeiRequest:
     """Read a call to /embed_all: a vector of each token."""
     body = read_json(exchange, chunks, _inputs)
-    _facts(entry, "embedding", "Model is not an embedding model")
-    return _texts_or_ids(exchange, body, {"as": "tokens"})
+    facts = _facts(entry, "embedding", "Model is not an embedding model")
+    asked = _texts_or_ids(exchange, body, {"as": "tokens"})
+    num_bytes = [sum(map(len, each.chunks)) for each in asked.payloads]
+    num_tokens = sum(min(each, facts.max_tokens) for each in num_bytes)  # at most
+    if num_tokens * facts.num_dimensions > _MOST_NUMBERS:
+        raise TooLargeError(
+            f"inputs: they may have {num_tokens} tokens, and the vectors of these more than "
+            f"{_MOST_NUMBERS} numbers; send fewer or shorter texts at once"
+        )
+    return asked
 
 
 def read_embed_sparse(
@@ -178,6 +200,8 @@ def read_similarity(exchange: Exchange, entry: ModelEntry, chunks: Sequence[Buff
         parameters={**_options(body.parameters or _Options()), "normalize": True, "as": "base64"},
         render=cosines,
         num_characters=num_characters,
+        place=place,
+        first="inputs.source_sentence",
     )
 
 
@@ -215,6 +239,11 @@ def read_predict(exchange: Exchange, entry: ModelEntry, chunks: Sequence[Buffer]
     num_characters = sum(_count_all(each, "inputs", may_be_empty=True) for each in sequences)
     labels = entry.interface.labels
     if facts.task == "classification":
+        if len(labels) * len(sequences) > MAX_SCORES:
+            raise TooLargeError(
+                f"inputs: {len(labels)} labels of {len(sequences)} texts are more than "
+                f"{MAX_SCORES}; send fewer texts at once"
+            )
         payloads = [_text_or_pair(each) for each in sequences]
         top_k, render = len(labels) or None, predictions(None)
     else:
@@ -241,7 +270,10 @@ def read_tokenize(exchange: Exchange, entry: ModelEntry, chunks: Sequence[Buffer
     texts = [memoryview(body.inputs)]
     if is_list:
         texts = _items(body.inputs, _most(exchange), "inputs")
-    _count_all(texts, "inputs")
+    if _count_all(texts, "inputs") > _MOST_TOKENIZED:
+        raise TooLargeError(
+            f"inputs: more than {_MOST_TOKENIZED} characters; send fewer or shorter texts at once"
+        )
     return TeiRequest(
         payloads=[_payload(each) for each in texts],
         parameters={
@@ -362,9 +394,19 @@ def _sequences(exchange: Exchange, given: Raw) -> tuple[list[list[memoryview]], 
     if _is_string(given):
         return [[memoryview(given)]], False
     if _second(given) != b"[":
-        return [_items(given, 2, "inputs")], False
-    elements = _items(given, _most(exchange), "inputs")
-    return [_items(each, 2, f"inputs[{index}]") for index, each in enumerate(elements)], True
+        return [_sequence(given, "inputs")], False
+    elements = enumerate(_items(given, _most(exchange), "inputs"))
+    return [_sequence(each, f"inputs[{index}]") for index, each in elements], True
+
+
+def _sequence(given: Raw | memoryview, place: str) -> list[memoryview]:
+    """Read a list with a text or a pair of texts."""
+    try:
+        return _items(given, 2, place)
+    except ArgumentError:
+        raise ArgumentError(
+            place, 'must have one or two texts; several of these are such as [["a"], ["b", "c"]]'
+        ) from None
 
 
 def _items(given: Raw | memoryview, most: int, place: str) -> list[memoryview]:

@@ -21,8 +21,8 @@ _CODES: dict[type[ServiceError], str] = {
 }
 """Codes of OpenAI's API that clients decide by; the others are our own."""
 _PARAMETER = re.compile(r"parameter '(\w+)'")
-_PLACE = re.compile(r"instances?(?:\[\d+\])?(?=[:.\[ ])")
-"""The place of an instance, as workers and `outcome_of` name it."""
+_PLACE = re.compile(r"instances?(?:\[\d+\])?(?:\.ids(?=\[))?(?=[:.\[ ])")
+"""The place of an instance, as workers and `outcome_of` name it; clients send its `ids` alone."""
 
 
 class _Error(msgspec.Struct, frozen=True, kw_only=True):

@@ -125,6 +125,12 @@ def test_options_of_vectors_reach_the_model() -> None:
     }
 
 
+@pytest.mark.parametrize("path", ["/predict", "/tei/fake/predict"])
+def test_a_body_may_begin_with_a_byte_order_mark(path: str) -> None:
+    answer = ask(model_of("classification", GOOD), path, b'\xef\xbb\xbf{"inputs": "a"}')
+    assert (answer.status_code, answer.json()) == (200, SHOWN)
+
+
 def test_a_body_needs_no_content_type() -> None:
     for media_type in (None, "text/plain"):
         headers = {} if media_type is None else {"content-type": media_type}
@@ -212,6 +218,16 @@ def test_a_reranker_predicts_its_only_label_for_a_pair() -> None:
     assert (refused.status_code, refused.json()["error_type"]) == (422, "Validation")
 
 
+@pytest.mark.parametrize(
+    ("inputs", "place"),
+    [(["a"] * 3, "inputs"), ([["a"], ["a"] * 3], "inputs[1]"), ([["a"], "b"], "inputs[1]")],
+)
+def test_more_than_a_pair_is_to_be_a_list_of_lists(inputs: object, place: str) -> None:
+    refused = ask(model_of("classification"), "/predict", {"inputs": inputs})
+    assert (refused.status_code, refused.json()["error_type"]) == (422, "Validation")
+    assert refused.json()["error"].startswith(f"{place}: must have one or two texts; several")
+
+
 def test_a_query_counts_with_each_text() -> None:
     body = {"query": "a" * 900, "texts": ["b"] * 4}
     answer = ask(model_of("reranking"), "/rerank", body)
@@ -292,6 +308,7 @@ def test_texts_of_ids_come_from_a_worker() -> None:
         ("/predict", {"inputs": "a"}, 424, "Model is not a classifier model"),
         ("/tokenize", {"inputs": []}, 400, EMPTY),
         ("/tokenize", {"inputs": [1]}, 422, "inputs[0]: must be a text"),
+        ("/similarity", {"inputs": {"source_sentence": "", "sentences": ["a"]}}, 400, EMPTY_TEXT),
         ("/decode", {"ids": []}, 400, "`input_ids` cannot be empty"),
         ("/decode", {"ids": ["a"]}, 422, "ids"),
         ("/decode", {"ids": "a"}, 422, "ids"),
@@ -346,7 +363,7 @@ def test_a_model_that_is_not_about_texts_is_refused_and_one_that_loads_is_unheal
 def test_an_input_that_fails_fails_the_call_and_is_named(
     error: ServiceError, status: int, kind: str
 ) -> None:
-    said = error.message.removeprefix("instance")
+    said = error.message.removeprefix("instance.ids")
     answer = ask(model_of("embedding", [1], error), "/embed", {"inputs": ["a", [1], "c"]})
     assert (answer.status_code, answer.json()["error_type"]) == (status, kind)
     assert answer.json()["error"].removeprefix("inputs[1]").removeprefix(": ") == said
@@ -356,12 +373,48 @@ def test_an_input_that_fails_fails_the_call_and_is_named(
     assert alone.json()["error"].removeprefix("inputs").removeprefix(": ") == said
 
 
-@pytest.mark.parametrize("answer", [b'"x"', b"[1.5]", b"[x,1]", b"[1,"])
-def test_a_model_that_does_not_count_is_our_fault(answer: bytes) -> None:
-    model = model_of("embedding")
+@pytest.mark.parametrize(
+    ("path", "answer"),
+    [("/embed", b'"x"'), ("/embed", b"[1.5]"), ("/embed", b"[x,1]"), ("/predict", b"[1,2]")],
+)
+def test_a_model_that_answers_in_another_form_has_failed(path: str, answer: bytes) -> None:
+    model = model_of("embedding" if path == "/embed" else "classification")
     model._reply = lambda _: result(answer)
-    refused = ask(model, "/embed", {"inputs": "a"})
-    assert (refused.status_code, refused.json()["error_type"]) == (500, "Backend")
+    refused = ask(model, path, {"inputs": "a"})
+    assert (refused.status_code, refused.json()["error_type"]) == (424, "Backend")
+
+
+@pytest.mark.parametrize(
+    ("failed", "place"), [(0, "inputs.source_sentence"), (2, "inputs.sentences[1]")]
+)
+def test_a_sentence_that_fails_is_named(failed: int, place: str) -> None:
+    answers: list[object] = [packed(1.0)] * 3
+    answers[failed] = InvalidInputError("instance: is too long")
+    body = {"inputs": {"source_sentence": "a", "sentences": ["b", "c"]}}
+    refused = ask(model_of("embedding", *answers), "/similarity", body)
+    assert (refused.status_code, refused.json()["error"]) == (422, f"{place}: is too long")
+
+
+@pytest.mark.parametrize(
+    ("task", "path", "limit", "good", "bad"),
+    [
+        ("embedding", "embed_all", "_MOST_NUMBERS", ["a" * 99, "a"], ["a" * 99, "a" * 5]),
+        ("embedding", "embed_all", "_MOST_NUMBERS", [1] * 99, [[1] * 99, [1] * 99]),
+        ("embedding", "tokenize", "_MOST_TOKENIZED", ["ü" * 100, "a" * 60], ["a" * 161]),
+        ("classification", "predict", "MAX_SCORES", [["a"]] * 3, [["a"]] * 4),
+    ],
+)
+def test_what_would_have_too_long_an_answer_is_refused(
+    monkeypatch: pytest.MonkeyPatch, task: Task, path: str, limit: str, good: object, bad: object
+) -> None:
+    most = 7 if path == "predict" else 160
+    monkeypatch.setattr(f"inferpool.service.parts.tei.requests.{limit}", most)
+    model = model_of(task, *[GOOD] * 4)
+    assert ask(model, f"/tei/fake/{path}", {"inputs": good}).status_code == 200
+    model = model_of(task)
+    refused = ask(model, f"/tei/fake/{path}", {"inputs": bad})
+    assert (refused.status_code, refused.json()["error_type"]) == (413, "Validation")
+    assert not model.payloads
 
 
 def test_only_post_is_allowed_and_without_the_setting_there_is_nothing() -> None:

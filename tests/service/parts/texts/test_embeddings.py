@@ -269,7 +269,7 @@ def test_an_input_that_fails_fails_the_call_and_is_named(
     assert (found["type"], found["code"]) == (kind, error.code)
     assert found["message"].startswith("input[1]") == is_named
     assert found["param"] == ("input" if isinstance(error, InvalidInputError) else None)
-    assert said.removeprefix("instance") in found["message"]
+    assert said.removeprefix("instance.ids") in found["message"]
     assert "input" not in error.message  # calls may share it
     assert ("retry-after" in answer.headers) == (status in (429, 503) and error.code != "given_up")
     will_fail_again = status >= 500 and is_named
