@@ -75,8 +75,10 @@ class EmbeddingsProtocol(BodyProtocol[EmbeddingsRequest]):
         """
         check_task(exchange, entry, "embedding")
         exchange.call.ref.wants_tensors = False
-        payloads = payloads_of(self.request.input)
-        return Decoded(payloads, is_list(self.request.input), self.request.parameters())
+        request, self._request = self.request, None  # so that the call does not keep its body
+        is_batch = is_list(request.input)
+        payloads = payloads_of(request.input, is_batch=is_batch)
+        return Decoded(payloads, is_batch, request.parameters())
 
     def reply(self, call: Call, outcomes: Sequence[Outcome]) -> Answer:
         """Render the vectors.
@@ -99,13 +101,13 @@ class EmbeddingsProtocol(BodyProtocol[EmbeddingsRequest]):
         return 200, [_JSON, (b"content-length", b"%d" % len(body))], body
 
 
-def payloads_of(given: Raw) -> list[Payload]:
-    """Return the instances in an `input`: a text, ids of tokens, or a list of either.
+def payloads_of(given: Raw, *, is_batch: bool) -> list[Payload]:
+    """Return the instances in an `input`: a text or ids of tokens, or those in a list of either.
 
     Raises:
         ArgumentError: It is something else, is empty, or has too many of them.
     """
-    if not is_list(given):
+    if not is_batch:
         return [_payload(memoryview(given), _INPUT)]
     items = items_of(given, MAX_INPUTS, _INPUT)
     if len({item[0] for item in items}) > 1:

@@ -3,6 +3,7 @@
 import base64
 import json
 import struct
+import sys
 from copy import copy
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from inferpool.models.spec import UNKNOWN_INTERFACE, Interface, TextFacts
 from inferpool.service.api.auth import Guard
 from inferpool.service.api.codecs.body import Limits
-from inferpool.service.api.exchange import Predict
+from inferpool.service.api.exchange import Exchange, Predict
 from inferpool.service.errors import (
     DeadlineExceededError,
     GivenUpError,
@@ -27,17 +28,18 @@ from inferpool.service.errors import (
     UnavailableError,
     WorkerCrashedError,
 )
-from inferpool.service.parts.texts.embeddings import MAX_INPUTS, payloads_of
+from inferpool.service.parts.texts.embeddings import MAX_INPUTS, is_list, payloads_of
 from inferpool.service.parts.texts.errors import ArgumentError
 from inferpool.service.queue.instance import CanaryShare
 from inferpool.service.settings.draft import read_keys
-from tests.service.api.fakes import FakeModel, body_of, call, endpoint, post, result
+from tests.service.api.fakes import FakeModel, NoWire, body_of, call, endpoint, post, result
 from tests.service.api.server import WAYS, PredictServer, RawAnswer, Way, serve, silent_model, until
 
 PATH = "/v1/embeddings"
 FACTS = TextFacts(task="embedding", max_tokens=128, vocab_size=100, num_dimensions=2)
 EMBEDS = Interface(text=FACTS)
 RANKS = Interface(text=TextFacts(task="reranking", max_tokens=128, vocab_size=100))
+CLASSIFIES = Interface(text=TextFacts(task="classification", max_tokens=128, vocab_size=100))
 KEY, ADMIN = "k" * 20, "a" * 20
 HEAD = b"POST /v1/embeddings HTTP/1.1\r\nhost: h\r\n"
 
@@ -233,6 +235,26 @@ def test_the_body_names_the_model_or_leaves_the_choice() -> None:
         assert error["param"] == "model"
     nameless = post(Predict(models), PATH, json={"input": "a"})
     assert "none is the default" in refused(nameless, 404)["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "model", "body"),
+    [
+        (PATH, encoder(), b'{"input": ["a", "b"]}'),
+        ("/v2/rerank", FakeModel(interface=RANKS), b'{"query": "a", "documents": ["b", "c"]}'),
+        ("/v1/classify", FakeModel(interface=CLASSIFIES), b'{"input": ["a", "b"]}'),
+    ],
+)
+def test_the_body_of_a_call_is_not_kept_once_its_instances_are_submitted(
+    path: str, model: FakeModel, body: bytes
+) -> None:
+    body = bytes(bytearray(body))  # nothing else has it
+    num_owners = sys.getrefcount(body)
+    exchange = Exchange.open(NoWire(), endpoint(model), "POST", path, b"", [])
+    assert exchange.call.protocol is not None
+    protocol = exchange.call.protocol.opened(exchange, (body,))
+    assert len(protocol.decode(exchange, model, (body,)).payloads) == 2  # type: ignore[union-attr]  # they read all
+    assert sys.getrefcount(body) == num_owners
 
 
 def test_a_model_that_loads_is_unavailable_and_not_unfit() -> None:
@@ -500,10 +522,12 @@ def test_any_input_is_read_as_it_is_or_refused(value: Any, spaced: bool) -> None
     expected = instances_of(value)
     if expected is None:
         with pytest.raises(ArgumentError, match=r"^input(\[\d\])?: ") as refusal:
-            payloads_of(raw)
+            payloads_of(raw, is_batch=is_list(raw))
         assert refusal.value.param == "input"
     else:
-        assert [json.loads(body_of(each)) for each in payloads_of(raw)] == expected
+        assert [
+            json.loads(body_of(each)) for each in payloads_of(raw, is_batch=is_list(raw))
+        ] == expected
 
 
 def test_other_methods_are_refused_in_openai_s_form() -> None:
