@@ -18,15 +18,15 @@ from inferpool.service.api.codecs.answers import Outcome, encode_json
 from inferpool.service.api.codecs.body import BodyContext, Decoded, Payload
 from inferpool.service.api.codecs.json import decode_json
 from inferpool.service.api.codecs.requests import check_encoding
-from inferpool.service.api.errors import Answer, problem
+from inferpool.service.api.errors import Answer
 from inferpool.service.api.exchange import Call, CallProtocol, Exchange, ModelEntry
 from inferpool.service.errors import BadRequestError, InvalidInputError, ServiceError
+from inferpool.service.parts.json_answers import error_with, status_of
 from inferpool.service.queue.instance import Buffer
 
 _START, _END = "/v1/models/", ":predict"
 _NOTHING = Raw()
 _ONLY_SIGNATURE = "serving_default"
-_UNREADABLE, _UNFIT = 400, 422
 
 
 class _RowsAndMore(msgspec.Struct, forbid_unknown_fields=True, gc=False):
@@ -95,12 +95,8 @@ def error_answer(error: ServiceError, call: Call) -> Answer:
 
     The status is ours, but 400 for each input that does not fit.
     """
-    status, headers, _ = problem(error, call.request_id, call.path)
     document = {"error": error.message, "code": error.code, "request_id": call.request_id}
-    body = msgspec.json.encode(document)
-    rest = [each for each in headers if each[0] not in (b"content-type", b"content-length")]
-    own = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    return _UNREADABLE if status == _UNFIT else status, own + rest, body
+    return error_with(document, error, call, status_of(error))
 
 
 @lru_cache(maxsize=64)

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Raw
 
 from inferpool.service.api.codecs.answers import JSON_TYPE
-from inferpool.service.api.errors import Answer, Headers, problem
+from inferpool.service.api.errors import Answer, Headers, kind_of
 from inferpool.service.api.exchange import Call
 from inferpool.service.errors import (
     InvalidInputError,
@@ -23,6 +23,7 @@ from inferpool.service.errors import (
     ServiceError,
     WorkerCrashedError,
 )
+from inferpool.service.parts.json_answers import error_with
 from inferpool.service.parts.texts.requests import counted
 from inferpool.service.queue.instance import Buffer, InstanceTiming, Result
 
@@ -73,12 +74,10 @@ _predictions = msgspec.json.Decoder(list[_Prediction])
 
 def error_answer(error: ServiceError, call: Call) -> Answer:
     """Render an error."""
-    status, headers, _ = problem(error, call.request_id, call.path)
+    status = kind_of(error).status
     kind = "Validation" if status < _FIRST_OF_OURS else "Backend"
     status, kind = _FAULTS.get(type(error), (status, _TYPES.get(status, kind)))
-    body = msgspec.json.encode(_ErrorBody(error.message, kind))
-    rest = [each for each in headers if each[0] not in (b"content-type", b"content-length")]
-    return status, [*_json_headers(body), *rest], body
+    return error_with(_ErrorBody(error.message, kind), error, call, status)
 
 
 def answer_of(

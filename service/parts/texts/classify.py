@@ -22,11 +22,11 @@ from inferpool.service.api.codecs.body import Decoded, Payload
 from inferpool.service.api.errors import Answer
 from inferpool.service.api.exchange import Call, Exchange, ModelEntry
 from inferpool.service.errors import ServiceError, TooLargeError
+from inferpool.service.parts.json_answers import json_answer
 from inferpool.service.parts.texts.cohere import (
     Meta,
     Usage,
     cohere_error,
-    json_answer,
     meta_of,
     usage_of,
 )
@@ -233,26 +233,24 @@ class ClassifyProtocol(BodyProtocol[ClassifyRequest]):
             facts, likely = call.entry.interface.text, None
             if facts is not None and facts.is_multi_label:
                 likely = 0.0 if self.request.raw_scores else _LIKELY
-            return json_answer(
-                CohereAnswer(
-                    id=call.request_id,
-                    classifications=[
-                        _as_cohere(f"{call.request_id}-{index}", text, found, likely)
-                        for index, (text, found) in enumerate(zip(self._texts, labels, strict=True))
-                    ],
-                    meta=meta_of(call, num_tokens, []),
-                )
-            )
-        num_classes = len(call.entry.interface.labels) or UNSET
-        return json_answer(
-            TextClasses(
+            cohere = CohereAnswer(
                 id=call.request_id,
-                created=int(time.time()),
-                model=call.entry.name,
-                data=[_as_jina(index, found, num_classes) for index, found in enumerate(labels)],
-                usage=usage_of(num_tokens),
+                classifications=[
+                    _as_cohere(f"{call.request_id}-{index}", text, found, likely)
+                    for index, (text, found) in enumerate(zip(self._texts, labels, strict=True))
+                ],
+                meta=meta_of(call, num_tokens, []),
             )
+            return json_answer(msgspec.json.encode(cohere))
+        num_classes = len(call.entry.interface.labels) or UNSET
+        jina = TextClasses(
+            id=call.request_id,
+            created=int(time.time()),
+            model=call.entry.name,
+            data=[_as_jina(index, found, num_classes) for index, found in enumerate(labels)],
+            usage=usage_of(num_tokens),
         )
+        return json_answer(msgspec.json.encode(jina))
 
     def problem(self, error: ServiceError, call: Call) -> Answer:
         """Render an error."""

@@ -8,12 +8,10 @@ from 500 on, after the seconds in `Retry-After` (`core/http_client.py`).
 
 import msgspec
 
-from inferpool.service.api.errors import Answer, problem
+from inferpool.service.api.errors import Answer
 from inferpool.service.api.exchange import Call
 from inferpool.service.errors import ServiceError
-
-_UNREADABLE, _UNFIT = 400, 422
-_JSON = (b"content-type", b"application/json")
+from inferpool.service.parts.json_answers import error_with, status_of
 
 
 class CallError(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,19 +69,9 @@ def usage_of(num_tokens: int) -> Usage:
     return Usage(prompt_tokens=num_tokens, total_tokens=num_tokens)
 
 
-def json_answer(document: msgspec.Struct) -> Answer:
-    """Answer with a document."""
-    body = msgspec.json.encode(document)
-    return 200, [_JSON, (b"content-length", b"%d" % len(body))], body
-
-
 def cohere_error(error: ServiceError, call: Call) -> Answer:
     """Render an error. The status is ours, but 400 for each input that does not fit."""
-    status, headers, _ = problem(error, call.request_id, call.path)
     document = CallError(
         id=call.request_id, message=error.message, detail=error.message, code=error.code
     )
-    body = msgspec.json.encode(document)
-    rest = [each for each in headers if each[0] not in (b"content-type", b"content-length")]
-    own = [_JSON, (b"content-length", b"%d" % len(body))]
-    return _UNREADABLE if status == _UNFIT else status, own + rest, body
+    return error_with(document, error, call, status_of(error))

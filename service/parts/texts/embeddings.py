@@ -15,6 +15,7 @@ from inferpool.service.api.codecs.answers import Outcome
 from inferpool.service.api.codecs.body import Decoded, Payload
 from inferpool.service.api.errors import Answer
 from inferpool.service.api.exchange import Call, Exchange, ModelEntry
+from inferpool.service.parts.json_answers import json_answer
 from inferpool.service.parts.texts.errors import ArgumentError
 from inferpool.service.parts.texts.requests import (
     BodyProtocol,
@@ -32,7 +33,6 @@ _FIRST_ITEM = re.compile(rb"\[[ \t\r\n]*(.)", re.DOTALL)
 _NO_IDS = re.compile(rb"\[[ \t\r\n]*\]")
 _DIGITS = b"-0123456789"
 _QUOTE, _BRACKET = b'"['
-_JSON = (b"content-type", b"application/json")
 
 
 class EmbeddingsRequest(NamedRequest, frozen=True, gc=False):
@@ -97,8 +97,7 @@ class EmbeddingsProtocol(BodyProtocol[EmbeddingsRequest]):
             b'],"model":%b,"usage":{"prompt_tokens":%d,"total_tokens":%d}}'
             % (name, num_tokens, num_tokens)
         )
-        body = b"".join(pieces)
-        return 200, [_JSON, (b"content-length", b"%d" % len(body))], body
+        return json_answer(b"".join(pieces))
 
 
 def payloads_of(given: Raw, *, is_batch: bool) -> list[Payload]:

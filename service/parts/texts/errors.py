@@ -9,11 +9,11 @@ from copy import copy
 
 import msgspec
 
-from inferpool.service.api.errors import Answer, UnauthorizedError, kind_of, problem
+from inferpool.service.api.errors import Answer, UnauthorizedError, kind_of
 from inferpool.service.api.exchange import Call
 from inferpool.service.errors import InvalidInputError, ServiceError, UnknownModelError
+from inferpool.service.parts.json_answers import error_with, status_of
 
-_UNREADABLE, _UNFIT = 400, 422
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _CODES: dict[type[ServiceError], str] = {
     UnauthorizedError: "invalid_api_key",
@@ -48,8 +48,7 @@ class ArgumentError(InvalidInputError):
 
 def error_answer(error: ServiceError, call: Call) -> Answer:
     """Render an error. The status is ours, but 400 for each input that does not fit."""
-    status, headers, _ = problem(error, call.request_id, call.path)
-    status = _UNREADABLE if status == _UNFIT else status
+    status = status_of(error)
     document = _Error(
         message=error.message,
         type=_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error"),
@@ -57,12 +56,10 @@ def error_answer(error: ServiceError, call: Call) -> Answer:
         code=_CODES.get(type(error), error.code),
         request_id=call.request_id,
     )
-    body = msgspec.json.encode({"error": document})
-    rest = [each for each in headers if each[0] not in (b"content-type", b"content-length")]
-    own = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    status, headers, body = error_with({"error": document}, error, call, status)
     if status >= 500 and not kind_of(error).is_retryable:
-        own.append((b"x-should-retry", b"false"))
-    return status, own + rest, body
+        headers.append((b"x-should-retry", b"false"))
+    return status, headers, body
 
 
 def param_of(error: ServiceError) -> str | None:

@@ -18,11 +18,11 @@ from inferpool.service.api.codecs.body import Decoded, Payload
 from inferpool.service.api.errors import Answer
 from inferpool.service.api.exchange import Call, Exchange, ModelEntry
 from inferpool.service.errors import ServiceError, TooLargeError
+from inferpool.service.parts.json_answers import json_answer
 from inferpool.service.parts.texts.cohere import (
     Meta,
     Usage,
     cohere_error,
-    json_answer,
     meta_of,
     usage_of,
 )
@@ -184,7 +184,7 @@ class RerankProtocol(BodyProtocol[RerankRequest]):
             meta=meta_of(call, num_tokens, _warnings(self.request, call.entry)),
             usage=usage_of(num_tokens),
         )
-        return json_answer(ranking)
+        return json_answer(msgspec.json.encode(ranking))
 
     def problem(self, error: ServiceError, call: Call) -> Answer:
         """Render an error."""
