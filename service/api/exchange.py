@@ -486,11 +486,6 @@ def path_of(name: str, version: int) -> str:
     return f"{name}{VERSIONS}{version}"
 
 
-def is_unnamed(call: Call) -> bool:
-    """Return whether a call leaves the choice of the model to the service."""
-    return len(call.path) <= len(PREFIX) + 1
-
-
 def is_job(path: str, headers: Iterable[tuple[bytes, bytes]], *, takes: bool) -> bool:
     """Return whether a call is for the routes of jobs: by its path, or as the client prefers.
 

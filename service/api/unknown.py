@@ -1,6 +1,6 @@
 """Says which models there are to a call for another one. Runs in the event loop."""
 
-from inferpool.service.api.exchange import VERSIONS, Call, Predict, is_unnamed
+from inferpool.service.api.exchange import DEFAULT_MODEL, PREFIX, VERSIONS, Call, Predict
 from inferpool.service.errors import UnknownModelError
 
 
@@ -12,7 +12,7 @@ def unknown_model(predict: Predict, call: Call) -> UnknownModelError:
     if path.startswith("/"):
         return UnknownModelError(f"no model has the path {path[:80]!r} now; there are: {names}")
     name, asks_for_version, version = path.partition(VERSIONS)
-    if name == predict.default and name not in predict.models and is_unnamed(call):
+    if name == predict.default and name not in predict.models and _is_unnamed(call):
         return UnknownModelError(
             f"the default model {name!r} is not served now; name one in the path: {names}"
         )
@@ -28,3 +28,10 @@ def unknown_model(predict: Predict, call: Call) -> UnknownModelError:
             f"{name} has no version {version[:20]!r} loaded; there are: {numbers}"
         )
     return UnknownModelError(f"no model is called {name[:80]!r}; there are: {names}")
+
+
+def _is_unnamed(call: Call) -> bool:
+    """Return whether a call leaves the choice of the model to the service."""
+    if call.protocol is not None:
+        return call.protocol.name_in(call) == DEFAULT_MODEL
+    return len(call.path) <= len(PREFIX) + 1

@@ -208,8 +208,6 @@ def read_similarity(exchange: Exchange, entry: ModelEntry, chunks: Sequence[Buff
 def read_rerank(exchange: Exchange, entry: ModelEntry, chunks: Sequence[Buffer]) -> TeiRequest:
     """Read a call to /rerank: how well each text answers a query, the best first."""
     body = read_json(exchange, chunks, _rerank)
-    if _second(body.texts) == b"]":
-        raise InvalidInputError("`texts` cannot be empty")  # TEI's type is not "Empty" here
     texts = _items(body.texts, _most(exchange), "texts")
     _facts(entry, "reranking", "model is not a re-ranker model")
     num_characters = _count_all(texts, "texts", may_be_empty=True)
@@ -236,7 +234,10 @@ def read_predict(exchange: Exchange, entry: ModelEntry, chunks: Sequence[Buffer]
     if facts.task == "embedding":
         raise WrongTaskError("Model is not a classifier model")
     sequences, is_list = _sequences(exchange, body.inputs)
-    num_characters = sum(_count_all(each, "inputs", may_be_empty=True) for each in sequences)
+    # As with TEI, one text of a pair may be empty.
+    num_characters = sum(
+        _count_all(each, "inputs", may_be_empty=len(each) > 1) for each in sequences
+    )
     labels = entry.interface.labels
     if facts.task == "classification":
         if len(labels) * len(sequences) > MAX_SCORES:

@@ -14,6 +14,7 @@ import pytest
 
 from inferpool.models.spec import UNKNOWN_INTERFACE, Interface, TextFacts
 from inferpool.service.api.codecs.body import Limits
+from inferpool.service.api.exchange import Predict
 from inferpool.service.errors import (
     DeadlineExceededError,
     InternalError,
@@ -218,6 +219,13 @@ def test_a_reranker_predicts_its_only_label_for_a_pair() -> None:
     assert (refused.status_code, refused.json()["error_type"]) == (422, "Validation")
 
 
+def test_only_a_text_of_a_pair_may_be_empty() -> None:
+    assert ask(model_of("classification", GOOD), "/predict", {"inputs": ["a", ""]}).is_success
+    for inputs in ("", [""], [["a"], [""]]):
+        refused = ask(model_of("classification"), "/predict", {"inputs": inputs})
+        assert (refused.status_code, refused.json()) == (400, EMPTY_TEXT)
+
+
 @pytest.mark.parametrize(
     ("inputs", "place"),
     [(["a"] * 3, "inputs"), ([["a"], ["a"] * 3], "inputs[1]"), ([["a"], "b"], "inputs[1]")],
@@ -303,7 +311,12 @@ def test_texts_of_ids_come_from_a_worker() -> None:
             422,
             "more than 3",
         ),
-        ("/rerank", {"query": "a", "texts": []}, 422, "`texts` cannot be empty"),
+        (
+            "/rerank",
+            {"query": "a", "texts": []},
+            400,
+            {"error": "`texts` cannot be empty", "error_type": "Empty"},
+        ),
         ("/rerank", {"query": "a", "texts": ["b"]}, 424, "model is not a re-ranker model"),
         ("/predict", {"inputs": "a"}, 424, "Model is not a classifier model"),
         ("/tokenize", {"inputs": []}, 400, EMPTY),
@@ -425,3 +438,11 @@ def test_only_post_is_allowed_and_without_the_setting_there_is_nothing() -> None
     for path in ("/embed", "/tei/fake/embed", "/rerank", "/tokenize"):
         assert not predict.takes(path)
         assert endpoint(model_of("embedding"), optional=["tei"]).takes(path)
+
+
+@pytest.mark.parametrize("path", ["/embed", "/embed_sparse"])
+def test_a_call_for_the_default_model_that_was_removed_is_told_to_name_one(path: str) -> None:
+    predict = Predict({"other": FakeModel()}, default="gone", optional=["tei"])
+    answer = call(predict, "POST", path, json={"inputs": "a"})
+    assert answer.status_code == 404
+    assert answer.json()["error"].startswith("the default model 'gone' is not served now")
