@@ -94,9 +94,9 @@ class TextClassifier(TextScorer):
         self, outputs: Features, parameters: Sequence[Mapping[str, object]]
     ) -> Sequence[object]:
         """Render the `top_k` best labels, best first, with their index and score."""
-        # A softmax and a sigmoid keep the order.
-        scores_BK, indices_BK = outputs["probabilities"].sort(dim=-1, descending=True, stable=True)
-        logits_BK = outputs["_logits"].gather(-1, indices_BK)
+        # A softmax and a sigmoid keep the order, until they round to 1 or 0.
+        logits_BK, indices_BK = outputs["_logits"].sort(dim=-1, descending=True, stable=True)
+        scores_BK = outputs["probabilities"].gather(-1, indices_BK)
         indices, scores = indices_BK.tolist(), scores_BK.tolist()
         answers: list[object] = []
         for row, given in enumerate(parameters):

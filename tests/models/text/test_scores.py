@@ -157,6 +157,13 @@ def test_a_classifier_answers_with_its_best_labels(classifier, caplog):
     assert "3 labels: cat, dog, eel; up to 64 tokens" in caplog.text
 
 
+def test_labels_are_in_order_though_their_probabilities_are_rounded_to_the_same(classifier):
+    _, model = classifier
+    logits = {"_logits": torch.tensor([[-200.0, -150.0, 9.0]]), "_num_tokens": torch.tensor([3])}
+    (found,) = model.render_batch(model.postprocess(logits), [{"raw_scores": True}])
+    assert [each["score"] for each in found] == [9.0, -150.0, -200.0]
+
+
 def test_a_classifier_takes_pairs_ids_and_bytes(classifier):
     folder, model = classifier
     wanted = logits_of(folder, "a cat", "a dog").softmax(-1)
