@@ -208,7 +208,7 @@ class TextModel(Model):
         texts = self._texts(instance, options)
         if len(texts) == 2:
             return self.tokenizer.pair(*texts, truncates=truncates, side=side)
-        return Tokens(self.tokenizer.ids(texts[0], truncates=truncates, side=side))
+        return self.tokenizer.single(texts[0], truncates=truncates, side=side)
 
     def _texts(self, instance: tuple[str, ...], options: TextOptions) -> tuple[str, ...]:
         texts = instance if len(instance) > 1 else (self.prompted(instance[0], options),)

@@ -112,15 +112,22 @@ class SentenceEncoder(TextModel):
     ) -> Features:
         """Add what the pooling skips, and whether each token's vector is wanted."""
         features = {**super().features_of_tokens(tokens, instance, options)}
-        if options.dimensions is not None and options.dimensions > self.width:
+        most = self._source.width if options.form == "tokens" else self.width
+        if options.dimensions is not None and options.dimensions > most:
             raise InputError(
-                f"parameter 'dimensions' must be from 1 to {self.width}, not {options.dimensions}"
+                f"parameter 'dimensions' must be from 1 to {most}, not {options.dimensions}"
             )
         if isinstance(instance, list):
             if options.prompt_name is not None:
                 raise InputError("parameter 'prompt_name' is for texts, not for ids of tokens")
         elif not self._head.pools_prompt:
-            num_skipped = self._num_skipped[self._prompt_of(options)]
+            num_prompted = self._num_skipped[self._prompt_of(options)]
+            num_skipped = max(0, num_prompted - tokens.num_cut_left)
+            if num_skipped >= len(tokens.ids):
+                raise InputError(
+                    f"no token of the text counts: it begins with a prompt of {num_prompted} "
+                    f"tokens, and is cut to {self.max_tokens}"
+                )
             features["skipped"] = torch.tensor(num_skipped)
         if options.form == "tokens":
             features["each"] = torch.tensor(True)

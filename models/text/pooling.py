@@ -48,7 +48,8 @@ def _one(x_BTH: Tensor, counts_BT: Tensor, pooling: str) -> Tensor:
         places_T1 = torch.arange(1, x_BTH.shape[1] + 1, device=x_BTH.device)[:, None]
         counts_BT1 = counts_BT1 * places_T1
     num_B1 = counts_BT1.sum(1).clamp(min=1)
-    total_BH = (x_BTH * counts_BT1).sum(1)
+    # One product per text: `(x_BTH * counts_BT1).sum(1)` would copy all vectors of a batch.
+    total_BH = (counts_BT1.to(x_BTH.dtype).mT @ x_BTH)[:, 0]
     return total_BH / (num_B1.sqrt() if pooling == "mean_sqrt_len_tokens" else num_B1)
 
 

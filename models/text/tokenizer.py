@@ -36,6 +36,8 @@ class Tokens(msgspec.Struct, frozen=True):
     ids: list[int]
     types: list[int] | None = None
     """For each token of a pair, the text that it belongs to as the tokenizer numbers them."""
+    num_cut_left: int = 0
+    """Tokens that the text began with and that were cut off, or fewer if they were never made."""
 
 
 class Tokenizer:
@@ -47,7 +49,8 @@ class Tokenizer:
         vocab_size: Number of tokens that the network knows; None for the tokenizer's own.
 
     Raises:
-        ModelError: The file cannot be read, or the library is not installed.
+        ModelError: The file cannot be read, it adds more than `max_tokens`, or the library is not
+            installed.
     """
 
     def __init__(self, file: Path, *, max_tokens: int, vocab_size: int | None = None) -> None:
@@ -66,15 +69,18 @@ class Tokenizer:
         self._tokenizer.no_padding()
         # It would be a state that all threads share; and what was cut off could not be counted.
         self._tokenizer.no_truncation()
-        own = self._tokenizer.get_vocab_size()
-        self.vocab_size: int = vocab_size or own
+        self.vocab_size: int = vocab_size or self._tokenizer.get_vocab_size()
         """Ids are from 0 up to less than this."""
-        self._has_more = own > self.vocab_size
         self._num_added = self._tokenizer.num_special_tokens_to_add(False)
         self._num_added_to_pair = self._tokenizer.num_special_tokens_to_add(True)
+        if max_tokens <= self._num_added:
+            raise ModelError(
+                f"{file} adds {self._num_added} tokens to a text, so that none of its own fit: "
+                f"max_tokens is {max_tokens}"
+            )
 
-    def ids(self, text: str, *, truncates: bool = True, side: Side = "right") -> list[int]:
-        """Return the ids of a text's tokens.
+    def single(self, text: str, *, truncates: bool = True, side: Side = "right") -> Tokens:
+        """Return the tokens of a text.
 
         Args:
             text: Of any length.
@@ -85,11 +91,12 @@ class Tokenizer:
             InputError: The text is too long, and must not be cut.
         """
         encoding = self._encoded(text, side)
-        most = self._max_tokens - self._num_added
-        if len(encoding) > most:
+        num_cut = len(encoding) - self._max_tokens + self._num_added
+        if num_cut > 0:
             self._check_may_cut("text", truncates)
-            encoding.truncate(most, 0, side)
-        return self._known(self._tokenizer.post_process(encoding).ids)
+            encoding.truncate(len(encoding) - num_cut, 0, side)
+        ids = self._known(self._tokenizer.post_process(encoding).ids)
+        return Tokens(ids, num_cut_left=max(0, num_cut) if side == "left" else 0)
 
     def pair(
         self, first: str, second: str, *, truncates: bool = True, side: Side = "right"
@@ -187,7 +194,8 @@ class Tokenizer:
             raise InputError(f"the {name} has more than {self._max_tokens} tokens")
 
     def _known(self, ids: list[int]) -> list[int]:
-        if self._has_more and max(ids, default=0) >= self.vocab_size:
+        # The tokenizer's size says little: numbers may be left out among its ids.
+        if max(ids, default=0) >= self.vocab_size:
             name = self._tokenizer.id_to_token(max(ids))
             raise InputError(
                 f"the token {name!r} is unknown to the network, which knows {self.vocab_size} "

@@ -112,10 +112,10 @@ def test_anything_but_a_text_is_refused_with_its_place(model, value, parameters,
 
 def test_the_rest_of_a_long_text_is_not_looked_at_and_makes_no_difference():
     tokenizer = Tokenizer(packaged_folder() / "tokenizer.json", max_tokens=32)
-    assert tokenizer.ids(PROSE) == tokenizer.ids(PROSE[:300])
+    assert tokenizer.single(PROSE).ids == tokenizer.single(PROSE[:300]).ids
     spaced = PROSE.replace(" ", " " * 200)
-    assert tokenizer.ids(spaced) == tokenizer.ids(PROSE)
-    assert tokenizer.ids("x" * 5000) == tokenizer.ids("x" * 101)  # one unknown word
+    assert tokenizer.single(spaced).ids == tokenizer.single(PROSE).ids
+    assert tokenizer.single("x" * 5000).ids == tokenizer.single("x" * 101).ids  # one unknown word
 
 
 def test_texts_of_about_the_same_length_share_a_bucket(model, monkeypatch):

@@ -3,7 +3,6 @@
 import base64
 import json
 import struct
-import time
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from inferpool.models.errors import Answered, InputError, ModelError
 from inferpool.models.sources.registry import build
 from inferpool.models.spec import TensorSpec
 from inferpool.models.text.encoder import SentenceEncoder, packaged_folder
-from inferpool.models.text.prose import PROSE
 from tests.models.items import answers, bytes_item, json_item, loaded
 from tests.models.text.recorded import FILE, write_folder
 
@@ -111,7 +109,7 @@ def test_base64_has_float32_in_little_endian(model):
     assert struct.unpack("<16f", data) == pytest.approx(answer(model, dimensions=16))
 
 
-def test_each_token_has_a_vector_if_a_call_wants_them(model):
+def test_each_token_has_a_vector_if_a_call_wants_them(model, tmp_path):
     texts = [TEXT, "a b c d e f g h", TEXT]
     items = [
         json_item(text, **{"as": "tokens", "count": given})
@@ -125,6 +123,11 @@ def test_each_token_has_a_vector_if_a_call_wants_them(model):
     assert answer(model, **{"as": "tokens", "dimensions": 4, "normalize": True})[2] == (
         pytest.approx(functional.normalize(torch.tensor(first[2][:4]), dim=0).tolist(), abs=1e-6)
     )
+    folder = write_folder(tmp_path, json.loads(FILE.read_text())["joined"])  # 48 features, of 8
+    joined = loaded(build(f"encoder:{folder}", "DEFAULT", {}))
+    wide = json_item(TEXT, dimensions=9, **{"as": "tokens"})
+    with pytest.raises(InputError, match="'dimensions' must be from 1 to 8, not 9"):
+        joined.preprocess(wide)
     pooled, each = (model.preprocess(json_item(TEXT, **given)) for given in ({}, {"as": "tokens"}))
     assert model.bucket(pooled) != model.bucket(each)
 
@@ -164,19 +167,26 @@ def test_the_tokenizer_answers_alone(model):
         assert found.value.value == said
 
 
+def test_what_is_skipped_of_a_text_is_what_the_cut_leaves_of_its_prompt(tmp_path):
+    case = json.loads(FILE.read_text())["no prompt"]
+    folder = f"encoder:{write_folder(tmp_path, case)}"
+    options = {"pooling": "mean", "max_tokens": 12}
+    model, small = (loaded(build(folder, "DEFAULT", {**options, "max_tokens": n})) for n in (12, 4))
+    given = {"prompt_name": "query", "truncation_direction": "left"}  # "search query: "
+    # With [CLS], four tokens are skipped.
+    for num_words, num_skipped in ((3, 4), (7, 4), (8, 3), (10, 1), (11, 0), (30, 0)):
+        text = "a " * num_words
+        each = torch.tensor(answer(model, text, **given, **{"as": "tokens"}))
+        wanted = functional.normalize(each[num_skipped:].mean(0), dim=0)
+        torch.testing.assert_close(torch.tensor(answer(model, text, **given)), wanted)
+    with pytest.raises(InputError, match="begins with a prompt of 4 tokens, and is cut to 4"):
+        small.preprocess(json_item("a", prompt_name="query"))
+
+
 def test_no_text_is_a_text_too(model):
     assert answer(model, "", count=True)[0] == 2
     assert answer(model, "") == pytest.approx(answer(model, {"ids": [101, 102]}), abs=1e-6)
     assert answers(model, [bytes_item(b"")])[0] == pytest.approx(answer(model, ""))
-
-
-def test_a_long_text_is_cut_before_it_is_tokenized(model):
-    long = json_item(PROSE * 700)  # a megabyte
-    start = time.process_time()
-    features = model.preprocess(long)
-    assert len(features["ids"]) == 256
-    assert time.process_time() - start < 0.5  # all of it takes two seconds
-    assert torch.equal(features["ids"], model.preprocess(json_item(PROSE * 2))["ids"])
 
 
 def test_facts_about_texts_are_there_once_it_is_loaded(model, raw_model):

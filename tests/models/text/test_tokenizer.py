@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from inferpool.models.errors import InputError
+from inferpool.models.errors import InputError, ModelError
 from inferpool.models.text.encoder import packaged_folder
 from inferpool.models.text.options import CLASSIFIER, ENCODER, options_of
 from inferpool.models.text.prose import PROSE
@@ -31,7 +31,16 @@ def test_texts_are_cut_at_the_wanted_end_as_by_transformers(tokenizer, reference
         reference.truncation_side = side
         for text in (SHORT, LONG, "", "x" * 900, "née Ünal " * 40):
             wanted = reference(text, truncation=True, max_length=32)["input_ids"]
-            assert tokenizer.ids(text, side=side) == wanted
+            assert tokenizer.single(text, side=side).ids == wanted
+
+
+def test_tokens_that_are_cut_off_the_beginning_are_counted(tokenizer):
+    text = "a " * 40  # and two special tokens
+    assert tokenizer.single(text, side="left").num_cut_left == 10
+    assert tokenizer.single(text).num_cut_left == 0
+    assert tokenizer.single("a", side="left").num_cut_left == 0
+    with pytest.raises(ModelError, match="adds 2 tokens to a text, so that none of its own fit"):
+        Tokenizer(FILE, max_tokens=2)
 
 
 def test_pairs_are_cut_as_by_transformers(tokenizer, reference):
@@ -50,7 +59,7 @@ def test_pairs_are_cut_as_by_transformers(tokenizer, reference):
 
 def test_what_must_not_be_cut_is_refused(tokenizer):
     with pytest.raises(InputError, match="the text has more than 32 tokens"):
-        tokenizer.ids(LONG, truncates=False)
+        tokenizer.single(LONG, truncates=False)
     with pytest.raises(InputError, match="the pair of texts has more than 32 tokens"):
         tokenizer.pair(SHORT, LONG, truncates=False)
     with pytest.raises(InputError, match="the list of ids has more than 32 tokens"):
@@ -81,16 +90,16 @@ def test_tokens_have_their_places_in_the_text_in_characters(tokenizer):
 
 
 def test_ids_are_decoded_with_or_without_special_tokens(tokenizer):
-    ids = tokenizer.ids(SHORT)
+    ids = tokenizer.single(SHORT).ids
     assert tokenizer.decoded(ids) == "who is alice?"
     assert tokenizer.decoded(ids, skips=False) == "[CLS] who is alice? [SEP]"
 
 
 def test_a_token_that_the_network_does_not_know_is_refused_by_name():
     tokenizer = Tokenizer(FILE, max_tokens=32, vocab_size=3000)
-    assert tokenizer.ids("the")
+    assert tokenizer.single("the").ids
     with pytest.raises(InputError, match="the token 'daisy' is unknown to the network"):
-        tokenizer.ids("daisy")
+        tokenizer.single("daisy")
 
 
 def test_parameters_are_read_by_name():
@@ -131,7 +140,7 @@ def test_ends_of_long_texts_have_the_tokens_of_the_whole(tokenizer, reference, n
     for side in ("right", "left"):
         reference.truncation_side = side
         wanted = reference(texts, truncation=True, max_length=32)["input_ids"]
-        assert [tokenizer.ids(text, side=side) for text in texts] == wanted
+        assert [tokenizer.single(text, side=side).ids for text in texts] == wanted
 
 
 @pytest.mark.parametrize("piece", ["東京", "a\n", ".", "word "])
@@ -149,13 +158,13 @@ def test_most_of_a_long_text_is_never_read(tokenizer, piece, monkeypatch):
 
     monkeypatch.setattr(tokenizer, "_tokenizer", Counting())
     for side in ("right", "left"):
-        assert len(tokenizer.ids(piece * 500_000, side=side)) == 30
+        assert len(tokenizer.single(piece * 500_000, side=side).ids) == 30
         tokenizer.pair(piece * 500_000, SHORT, side=side)
     assert max(read) <= 32 * 64
 
 
 def test_of_many_spaces_no_more_than_a_million_is_read(tokenizer):
-    ids = tokenizer.ids
-    assert ids(" " * 200_000 + SHORT) == ids(SHORT)
-    assert ids(" " * 1_100_000 + SHORT) == ids("")
-    assert ids(" " * 1_100_000 + SHORT, side="left") == ids(SHORT)
+    single = tokenizer.single
+    assert single(" " * 200_000 + SHORT) == single(SHORT)
+    assert single(" " * 1_100_000 + SHORT) == single("")
+    assert single(" " * 1_100_000 + SHORT, side="left") == single(SHORT)
