@@ -27,6 +27,8 @@ TEXT_SUFFIX = "ForSequenceClassification"
 """End of the names of networks that score texts, or pairs of texts."""
 _ENCODER_SUFFIXES = ("Model", "ForMaskedLM", "ForPreTraining")
 """Ends of the names of networks that encode texts: they have no part for a task of their own."""
+_GENERATOR_SUFFIX = "LMHeadModel"
+"""End of the names of some networks that write texts; others end in `ForCausalLM`."""
 _OF_OURS = ("BertModel", f"Bert{TEXT_SUFFIX}")
 """Networks that are served by our own code."""
 FolderForm: TypeAlias = Literal["transformers", "encoder", "reranker"]
@@ -71,7 +73,9 @@ def form_of(folder: Path) -> FolderForm | None:
         return "transformers"
     if any(each.endswith(TEXT_SUFFIX) for each in names):
         return "reranker" if config.num_classes == 1 else "transformers"
-    is_encoder = any(each.endswith(_ENCODER_SUFFIXES) for each in names)
+    is_encoder = any(
+        each.endswith(_ENCODER_SUFFIXES) and not each.endswith(_GENERATOR_SUFFIX) for each in names
+    )
     if not is_encoder or config.is_encoder_decoder:
         return None
     # os.path's never raise, for any text.

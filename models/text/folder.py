@@ -13,6 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from inferpool.models.errors import ModelError
+from inferpool.models.files.reading import read_file
 
 POOLINGS = ("mean", "cls", "max", "last", "weightedmean", "mean_sqrt_len_tokens")
 """Ways in which the vectors of tokens become one; see `models.text.pooling`."""
@@ -179,13 +180,16 @@ def read_head(path: Path) -> EncoderHead:
         normalizes = normalizes or module.kind == "Normalize"
     found = _read(path / "config_sentence_transformers.json", _Prompts) or _Prompts()
     prompts = {name: text or "" for name, text in found.prompts.items()}
+    name = found.default_prompt_name
+    if name and name not in prompts:
+        raise ModelError(f"{path} has no prompt {name!r}, which is its default_prompt_name")
     return EncoderHead(
         poolings=poolings,
         pools_prompt=pools_prompt,
         layers=tuple(layers),
         normalizes=normalizes,
         prompts=prompts,
-        default_prompt=prompts.get(found.default_prompt_name or "", ""),
+        default_prompt=prompts.get(name or "", ""),
     )
 
 
@@ -233,8 +237,8 @@ def _dense(folder: Path) -> DenseLayer:
 def _read(path: Path, type: type[_Read]) -> _Read | None:
     """Return the file as a value of a type; None if there is no file."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=type)
+        return msgspec.json.decode(read_file(path), type=type)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # msgspec's are ValueErrors
         raise ModelError(f"{path} cannot be read: {error}") from error

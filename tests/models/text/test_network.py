@@ -62,6 +62,7 @@ def ids_of_texts():
         ("NomicBertModel", {}, 64),
         ("Qwen3ForCausalLM", DECODER, 64),
         ("T5EncoderModel", {"d_ff": 64}, 512),
+        ("SqueezeBertModel", {"embedding_size": 32}, 64),
     ],
 )
 def test_vectors_are_those_of_transformers_whoever_shares_the_batch(
@@ -118,7 +119,7 @@ def test_a_checkpoint_or_random_weights_may_take_the_place_of_the_folders(tmp_pa
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ('{"model_type": "convbert", "vocab_size": 9}', "convbert mixes neighbouring tokens"),
+        ('{"model_type": "convbert", "vocab_size": 9}', "convbert mixes tokens without a mask"),
         ('{"model_type": "bart"}', "bart is an encoder with a decoder"),
     ],
 )

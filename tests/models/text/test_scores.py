@@ -3,6 +3,7 @@
 import json
 import logging
 
+import msgspec
 import pytest
 import torch
 
@@ -12,7 +13,7 @@ from inferpool.models.sources.registry import build
 from inferpool.models.text.classifier import TextClassifier
 from inferpool.models.text.prose import PROSE
 from inferpool.models.text.reranker import Reranker
-from inferpool.models.text.scores import BertScorer
+from inferpool.models.text.scores import BertScorer, ScoreConfig
 from tests.models.items import answers, bytes_item, json_item, loaded, run
 
 pytest.importorskip("transformers")
@@ -196,6 +197,18 @@ def test_one_label_is_a_classifier_if_the_source_says_so(reranker, tmp_path):
     options = FolderOptions(weights="DEFAULT", trust_remote_code=False, pickled_weights=False)
     (found,) = answers(loaded(TextClassifier(number, options)), [json_item("a cat")])
     assert found[0]["score"] == pytest.approx(logits_of(number, "a cat").item(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "labels"),
+    [
+        ({}, ["LABEL_0", "LABEL_1"]),
+        ({"num_labels": 3}, ["LABEL_0", "LABEL_1", "LABEL_2"]),
+        ({"id2label": {"10": 5, "2": "b", "1": "a"}}, ["a", "b", "5"]),
+    ],
+)
+def test_labels_are_named_as_config_json_says(config, labels):
+    assert msgspec.convert(config, ScoreConfig, strict=False).labels == labels
 
 
 def test_more_labels_than_there_are_cannot_be_wanted(classifier):
