@@ -16,7 +16,6 @@ from msgspec import Raw
 from inferpool.models.json_errors import BYTE_ORDER_MARK, JsonErrors, json_message
 from inferpool.models.spec import TextFacts
 from inferpool.service.api.codecs.body import Payload
-from inferpool.service.api.codecs.json import SPACE
 from inferpool.service.api.codecs.parameters import merge
 from inferpool.service.api.exchange import Exchange, ModelEntry
 from inferpool.service.errors import (
@@ -122,6 +121,7 @@ class _Keys(msgspec.Struct, gc=False):
 
 _OUR_START = re.compile(rb'\s*\{\s*"instances"')
 """The start of most bodies that are ours; they need not be searched."""
+_SECOND = re.compile(rb".[ \t\r\n]*(.)", re.DOTALL)
 _embed = msgspec.json.Decoder(_EmbedRequest)
 _inputs = msgspec.json.Decoder(_InputsRequest)
 _rerank = msgspec.json.Decoder(_RerankRequest)
@@ -453,8 +453,8 @@ def _is_string(given: Raw | memoryview) -> bool:
 
 def _second(given: Raw | memoryview) -> bytes:
     """Return the first character in a list that is no space."""
-    view = memoryview(given)
-    return bytes(view[1:64]).lstrip(SPACE)[:1] or bytes(view[1:]).lstrip(SPACE)[:1]
+    found = _SECOND.match(memoryview(given))
+    return b"" if found is None else found[1]
 
 
 def _ids(given: memoryview, place: str, if_empty: str) -> Payload:

@@ -104,6 +104,18 @@ def test_vectors_of_all_inputs_come_in_a_list(
     assert int(headers["x-total-time"]) == int(headers["x-compute-time"]) < 10_000
 
 
+@pytest.mark.parametrize("space", [b"", b" ", b"\r\n\t ", b" " * 300])
+def test_space_in_lists_is_no_item(space: bytes) -> None:
+    for inputs in (b'["a",@"b"]', b'["a",@[1,2]@]', b"[@1,@2]", b'@[@"a"@]@'):
+        model = model_of("embedding")
+        body = b'{"inputs":@%b}' % inputs
+        assert ask(model, "/embed", body.replace(b"@", space)).is_success
+        assert len(model.payloads) == (2 if b"a" in inputs and b"," in inputs else 1)
+    for inputs in (b"[@]", b'["a",[@]]'):
+        body = b'{"inputs":%b}' % inputs.replace(b"@", space)
+        assert ask(model_of("embedding"), "/embed", body).status_code == 400
+
+
 def test_options_of_vectors_reach_the_model() -> None:
     model = model_of("embedding")
     body = {
