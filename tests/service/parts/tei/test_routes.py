@@ -112,6 +112,7 @@ def test_all_calls_are_documented_at_the_root_and_below_tei(app: App) -> None:
     calls = ["embed", "embed_all", "embed_sparse", "similarity", "rerank", "tokenize", "decode"]
     assert {f"/{each}" for each in calls} < paths.keys()
     assert {f"/tei/{{model}}/{each}" for each in (*calls, "predict", "info")} < paths.keys()
+    assert "/predict" not in paths  # it is described as ours
     body = paths["/embed"]["post"]["requestBody"]["content"]["application/json"]
     assert "dimensions" in body["schema"]["properties"]
 
