@@ -129,6 +129,8 @@ def why_no_reranker(folder: Path) -> str:
 def _what_it_names(folder: Path) -> str:
     if not os.path.isfile(folder / CONFIG_FILE):
         return f"{folder} has no {CONFIG_FILE}: a folder of transformers is one that has it"
+    if _read(folder / CONFIG_FILE, _Config) is None:
+        return f"{folder}/{CONFIG_FILE} cannot be read as the JSON of a configuration"
     found = architectures_of(folder)
     called = f"names {', '.join(found)}" if found else "names no class in `architectures`"
     return f"{folder}/{CONFIG_FILE} {called}"

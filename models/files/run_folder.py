@@ -151,7 +151,9 @@ def why_no_run(folder: Path) -> str:
     if os.path.isfile(folder):
         return f"{folder} is a file of an unknown kind, and no folder of a training run"
     if os.path.isdir(folder):
-        return f"{folder} is no folder of a finished training run: it has no {CARD_FILE}"
+        text = f"{folder} is no folder of a finished training run: it has no {CARD_FILE}"
+        is_network = os.path.isfile(folder / "config.json")
+        return text if is_network else f"{text}; nor one of transformers: it has no config.json"
     return f"there is no folder {folder} (looked for from {Path.cwd()})"
 
 

@@ -199,8 +199,10 @@ class SentenceEncoder(TextModel):
         if name is None:
             return self._prompt
         if name not in self._head.prompts:
-            known = ", ".join(repr(each) for each in self._head.prompts) or "none"
-            raise InputError(f"there is no prompt {name!r}; this model's are: {known}")
+            known = ", ".join(map(repr, self._head.prompts)) or "none"
+            raise InputError(
+                f"parameter 'prompt_name' is {name!r}, and the prompts of this model are: {known}"
+            )
         return self._head.prompts[name]
 
     def _prompts(self) -> set[str]:

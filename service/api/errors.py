@@ -25,6 +25,7 @@ from msgspec import Meta
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
+from inferpool.models.attached import CALLS_BY_SETTING
 from inferpool.service.api.trace import new_ids, request_id_of
 from inferpool.service.errors import (
     BadRequestError,
@@ -343,7 +344,9 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     phrase, code = known.phrase, known.name.lower()
     detail = str(error.detail)
     if status == HTTPStatus.NOT_FOUND and detail == phrase:
-        detail = f"there is nothing at {request.url.path[:200]}; /docs lists what there is"
+        off = [each for each, paths in CALLS_BY_SETTING.items() if request.url.path in paths]
+        hint = f"the setting `{off[0]}` turns it on" if off else "/docs lists what there is"
+        detail = f"there is nothing at {request.url.path[:200]}; {hint}"
     headers = dict(error.headers or {})
     if status == HTTPStatus.METHOD_NOT_ALLOWED and "Allow" in headers:
         headers["Allow"] = allowed = _methods_at(request) or headers["Allow"]

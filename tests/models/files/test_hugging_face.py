@@ -94,6 +94,8 @@ def test_what_cannot_be_a_path_is_no_folder(tmp_path):
 
 def test_other_folders_hear_what_is_served(tmp_path):
     assert "has no config.json" in why_no_task(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    assert "config.json cannot be read as the JSON" in why_no_task(tmp_path)
     (tmp_path / "config.json").write_text('{"architectures": ["GptForCausalLM"]}')
     text = why_no_task(tmp_path)
     assert "names GptForCausalLM; served are networks of *ForImageClassification" in text

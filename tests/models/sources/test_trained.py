@@ -130,7 +130,7 @@ def edited(run: Path, **changes: object) -> None:
         ),
         (
             lambda run: (run.card.unlink(), run.recipe.unlink()),
-            r"run is no folder of a finished training run: it has no card\.json",
+            r"run is no .* training run: it has no card\.json; nor .*: it has no config\.json",
         ),
         (lambda run: edited(run.path, model="tests.nowhere:Net"), r"no module 'tests\.nowhere'"),
     ],

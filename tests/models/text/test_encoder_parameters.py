@@ -69,7 +69,7 @@ def test_ids_of_tokens_are_taken_as_they_are(model):
         (TEXT, {"dimensions": 385}, "'dimensions' must be from 1 to 384, not 385"),
         (TEXT, {"dimensions": 0}, "'dimensions' must be a whole number from 1 on"),
         (TEXT, {"as": "hex"}, "'as' must be"),
-        (TEXT, {"prompt_name": "query"}, "there is no prompt 'query'; this model's are: none"),
+        (TEXT, {"prompt_name": "query"}, "parameter 'prompt_name' is 'query', and the .*: none"),
         (TEXT, {"raw_scores": True}, "'raw_scores' is unknown"),
         (TEXT, {"tokenizer": "decode"}, 'an instance must be like {"ids"'),
         ({"ids": IDS}, {"tokenizer": "tokenize"}, "must be a text, and not ids"),

@@ -93,6 +93,7 @@ def make_app() -> FastAPI:
     ("method", "path", "status", "code", "detail", "headers"),
     [
         ("GET", "/nowhere", 404, "not_found", "there is nothing at /nowhere; /docs lists", {}),
+        ("POST", "/embed", 404, "not_found", "nothing at /embed; the setting `tei` turns it", {}),
         ("PUT", "/busy", 405, "method_not_allowed", "/busy takes GET, not PUT", {"allow": "GET"}),
         ("GET", "/count/x", 422, "invalid_input", "path.number: ", {}),
         ("GET", "/count/0", 500, "internal_error", "error of the service", {}),
