@@ -1,29 +1,25 @@
 """Models that do what their input says, and whose right answers are known."""
 
-import base64
 import contextlib
 import ctypes
 import mmap
 import os
 import re
 import signal
-import struct
 import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
-import msgspec
 import torch
 from torch.utils.data import DataLoader
 
 from inferpool.models.base import Model
 from inferpool.models.errors import InputError, ModelError
 from inferpool.models.item import Features, Item
-from inferpool.models.spec import Placement, TensorSpec, TextFacts
+from inferpool.models.spec import Placement, TensorSpec
 
 ACTS = (
     *("ok", "raise", "kill", "hang", "exit", "sleep", "rows", "leave"),
@@ -35,8 +31,6 @@ PRINTED = {
     "stderr": ["from Python to stderr", "with two", "lines in one write", "\\xff is no text"],
 }
 """Lines that a `NoisyModel` writes, by stream."""
-SCORE_UNIT = 2.0**23
-"""Scores of `NumberTextModel` times this are twice the number: smaller numbers have one below 1."""
 _BIG_BYTES = 8 << 20
 
 
@@ -253,38 +247,6 @@ class TensorFaultModel(FaultModel):
 
     def warmup(self) -> Sequence[Item]:
         return [Item(kind="json", payload=memoryview(b'{"n": 0, "do": 0}'))]
-
-
-class NumberTextModel(FaultModel):
-    """A `FaultModel` of texts such as "7 kill": an encoder, or a reranker that has a query too.
-
-    The vector is [2 * number, 0.5], and the score 2 * number / 2 ** 23.
-    """
-
-    def __init__(self, *, task: Literal["embedding", "reranking"], **options: object) -> None:
-        """Choose the task, and the options of `FaultModel`."""
-        super().__init__(**options)  # type: ignore[arg-type]  # as they are given
-        self.text = TextFacts(task=task, max_tokens=512, vocab_size=100, num_dimensions=2)
-
-    def preprocess(self, item: Item) -> Features:
-        value = item.json()
-        text = value["text"] if isinstance(value, dict) else value
-        number, _, act = text.partition(" ")
-        body = msgspec.json.encode({"n": int(number), "do": act or "ok"})
-        return super().preprocess(Item(kind="json", payload=memoryview(body)))
-
-    def render(self, outputs: Features, parameters: Mapping[str, object]) -> object:
-        twice = float(outputs["twice"])
-        answer: object = [twice, 0.5]
-        assert self.text is not None
-        if self.text.task == "reranking":
-            answer = twice / SCORE_UNIT
-        elif parameters.get("as") == "base64":
-            answer = base64.b64encode(struct.pack("<2f", twice, 0.5)).decode()
-        return [3, answer] if parameters.get("count") else answer
-
-    def warmup(self) -> Sequence[Item]:
-        return [Item(kind="json", payload=memoryview(b'{"text": "0"}'))]
 
 
 class GatedModel(FaultModel):

@@ -20,6 +20,8 @@ WIDTH = 8
 VOCAB = 1000
 MAX_TOKENS = 16
 """Tokens are words, without any for the start and the end."""
+SCORE_UNIT = 1 << 22
+"""Scores are numbers of texts divided by this; numbers are smaller."""
 LABELS = ("low", "high")
 _COMMON = {"truncate", "truncation_direction", "count", "tokenizer", "add_special_tokens"}
 _KNOWN = {
@@ -32,8 +34,8 @@ _KNOWN = {
 class TextFaultModel(FaultModel):
     """Takes texts such as "ok 7", "raise 7" or "kill 7"; a text without an act is as "ok".
 
-    An encoder answers with `vector_of(text)`, a reranker with `score_of(text)`, and a classifier
-    with both labels, the better first.
+    An encoder answers with `vector_of(text)`, a reranker with the number as a score for any query,
+    and a classifier with both labels, the better first.
     """
 
     outputs = (TensorSpec(name="vector", dtype="float32", shape=(-1, WIDTH)),)
@@ -120,10 +122,11 @@ class TextFaultModel(FaultModel):
     def _answer(self, outputs: Features, parameters: Mapping[str, object]) -> object:
         vector = outputs["vector"]
         number = float(vector[0])
+        score = number / SCORE_UNIT
         if self._task == "reranking":
-            return number if parameters.get("raw_scores") else number / 1000
+            return number if parameters.get("raw_scores") else score
         if self._task == "classification":
-            scores = {"high": number / 1000, "low": 1 - number / 1000}
+            scores = {"high": score, "low": 1 - score}
             best = sorted(scores, key=lambda label: -scores[label])
             top_k = parameters.get("top_k", len(best))
             assert isinstance(top_k, int)
@@ -148,11 +151,6 @@ def vector_of(text: str) -> list[float]:
     return [float(act_of(text)[1]), float(len(text)), 1.0, *[0.0] * (WIDTH - 3)]
 
 
-def score_of(text: str) -> float:
-    """The score of a text for any query, in [0, 1]."""
-    return act_of(text)[1] / 1000
-
-
 def floats_of(encoded: str) -> list[float]:
     """The numbers in base64 of float32, as OpenAI's client reads them."""
     data = base64.b64decode(encoded)
@@ -160,11 +158,11 @@ def floats_of(encoded: str) -> list[float]:
 
 
 def act_of(text: str) -> tuple[str, int]:
-    """The act of a text and its number from 0 to 999; others are "ok" with a number of its own."""
+    """The act of a text and its number; others are "ok" with a number of their own."""
     act, _, number = text.rpartition(" ")
     if act in ACTS and number.isdigit():
-        return act, int(number) % 1000
-    return "ok", binascii.crc32(text.encode()) % 1000
+        return act, int(number) % SCORE_UNIT
+    return "ok", binascii.crc32(text.encode()) % SCORE_UNIT
 
 
 def ids_of(text: str) -> list[int]:

@@ -1,7 +1,6 @@
-"""Clients of a `TensorFaultModel` or a `NumberTextModel`, one for each protocol of a service."""
+"""Clients of a `TensorFaultModel` or a `TextFaultModel`, one for each protocol of a service."""
 
 import asyncio
-import base64
 import contextlib
 import itertools
 import json
@@ -16,8 +15,9 @@ import grpc.aio
 import httpx
 
 from tests.e2e.running import Running
-from tests.fault_model import ACTS, SCORE_UNIT
+from tests.fault_model import ACTS
 from tests.grpc_messages import SERVICE, SentTensor, infer_request, outputs_in
+from tests.text_model import SCORE_UNIT, floats_of
 
 _PATIENCE_S = 60.0
 _STATUSES: Mapping[grpc.StatusCode, int] = {
@@ -144,10 +144,10 @@ class _EmbeddingsClient(_HttpClient):
         value, problem = await self._post("/v1/embeddings", body, timeout_ms)
         if problem:
             return problem
-        assert (value["model"], value["usage"]["total_tokens"]) == ("encoder", 3)
+        assert (value["model"], value["usage"]["total_tokens"]) == ("encoder", 2)
         (found,) = (each["embedding"] for each in value["data"])
-        vector = struct.unpack("<2f", base64.b64decode(found)) if n % 2 else found
-        return ProtocolAnswer(status=200, twice=int(vector[0]))
+        vector = floats_of(found) if n % 2 else found
+        return ProtocolAnswer(status=200, twice=2 * int(vector[0]))
 
     async def _post(
         self, path: str, body: Mapping[str, object], timeout_ms: int | None
@@ -177,7 +177,7 @@ class _RerankClient(_EmbeddingsClient):
             return problem
         (found,) = value["results"]
         assert found["index"] == 0
-        return ProtocolAnswer(status=200, twice=round(found["relevance_score"] * SCORE_UNIT))
+        return ProtocolAnswer(status=200, twice=int(2 * found["relevance_score"] * SCORE_UNIT))
 
     def _error(self, value: Any) -> str:
         return str(value["message"])
@@ -187,12 +187,12 @@ class _TeiClient(_EmbeddingsClient):
     async def ask(
         self, n: int, do: str = "ok", *, model: str = "m", timeout_ms: int | None = None
     ) -> ProtocolAnswer:
-        body = {"inputs": text_of(n, do, model)}
+        body = {"inputs": text_of(n, do, model), "normalize": False}
         value, problem = await self._post("/tei/encoder/embed", body, timeout_ms)
         if problem:
             return problem
         (vector,) = value
-        return ProtocolAnswer(status=200, twice=int(vector[0]))
+        return ProtocolAnswer(status=200, twice=2 * int(vector[0]))
 
     def _error(self, value: Any) -> str:
         assert isinstance(value["error_type"], str)
@@ -232,12 +232,12 @@ _KINDS = {
 }  # fmt: skip
 PROTOCOLS = ("predict", "v2", "v1", "grpc", "embeddings", "rerank", "tei")
 TEXT_MODELS = {"embeddings": "encoder", "rerank": "reranker", "tei": "encoder"}
-"""The only models of the protocols of texts: `NumberTextModel`s, whatever name is asked for."""
+"""The only models of the protocols of texts: `TextFaultModel`s, whatever name is asked for."""
 
 
 def text_of(n: int, do: str, model: str) -> str:
     """Return the text of an act; their model spares nothing that is for "poisoned"."""
-    return f"{n} exit" if (do, model) == ("kill", "poisoned") else f"{n} {do}"
+    return f"exit {n}" if (do, model) == ("kill", "poisoned") else f"{do} {n}"
 
 
 def model_of(protocol: str, name: str) -> str:

@@ -25,7 +25,7 @@ from tests.e2e.swapping import ADMIN, KEYS
 from tests.ports import free_port
 
 BY_EACH = pytest.mark.parametrize("protocol", PROTOCOLS)
-SOURCE, TEXTS = "tests.fault_model:TensorFaultModel", "tests.fault_model:NumberTextModel"
+SOURCE, TEXTS = "tests.fault_model:TensorFaultModel", "tests.text_model:TextFaultModel"
 MAX_QUEUE = 24
 FAILED = {"tei": 424}
 """The status for an error of a model, where it is not 500."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.e2e.running import Running, running
-from tests.text_model import vector_of
+from tests.text_model import SCORE_UNIT, vector_of
 
 KEY = "a-key-for-predictions"
 BEARER = {"authorization": f"Bearer {KEY}"}
@@ -62,8 +62,8 @@ def test_tokens_and_texts_come_from_a_worker(service: Running) -> None:
     path = "/tei/ranker/rerank"
     body = {"query": "q", "texts": ["ok 7", "ok 900"]}
     assert service.post(path, json=body, headers=BEARER).json() == [
-        {"index": 1, "score": 0.9},
-        {"index": 0, "score": 0.007},
+        {"index": 1, "score": 900 / SCORE_UNIT},
+        {"index": 0, "score": 7 / SCORE_UNIT},
     ]
 
 
