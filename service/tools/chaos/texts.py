@@ -54,8 +54,8 @@ class RerankForm:
 
     def request(self, call: TextCall) -> bytes:
         """Return the same call in this protocol."""
-        query = call.instances[0]["query"]
-        documents = [each["text"] for each in call.instances]
+        query = _text_in(call.instances[0], "query")
+        documents = [_text_in(each) for each in call.instances]
         body = {"model": call.model, "query": query, "documents": documents}
         return post_request("/v2/rerank", msgspec.json.encode(body), _JSON, call.headers)
 
@@ -102,8 +102,9 @@ def problem_of(body: bytes) -> tuple[str, str]:
     return found.code, found.message or str(found.error)
 
 
-def _text_in(instance: Any) -> object:
-    return instance["text"] if isinstance(instance, dict) else instance
+def _text_in(instance: Any, name: str = "text") -> object:
+    """Return a text of an instance; another kind of model may have none, which it is to say."""
+    return instance.get(name) if isinstance(instance, dict) else instance
 
 
 def _vector(value: Any) -> Sequence[float]:

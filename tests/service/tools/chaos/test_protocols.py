@@ -94,11 +94,12 @@ async def test_questions_about_texts_are_asked_and_judged_by_the_protocols_of_te
             tally = await asked(service.address, opened, [*own], 6)
             assert tally.right == 6, (protocol, tally.examples)  # as `/predict` says
             other = next(each for each in states if each != name)
-            tally = await asked(
-                service.address, opened, [KnownQuestion(f"/predict/{other}", given[0], b"{}", 0)], 2
-            )
-            assert tally.wrong == 2, protocol
-            assert "is wrong: 4" in tally.examples[0]  # 400, or 424
+            (unfit,) = inputs.made_up(states[other], 1, 1)
+            for one in (given[0], unfit):
+                question = KnownQuestion(f"/predict/{other}", one, b"{}", 0)
+                tally = await asked(service.address, opened, [question], 2)
+                assert tally.wrong == 2, protocol
+                assert "is wrong: 4" in tally.examples[0]  # 400, or 424
 
 
 def answer_of(number: int, texts: list[bytes], id: str) -> bytes:
