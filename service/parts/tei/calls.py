@@ -5,6 +5,7 @@ tells whose call it is.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 from inferpool.service.api.codecs.answers import Outcome
@@ -67,7 +68,8 @@ class TeiProtocol(CallProtocol):
             ServiceError: It cannot be read, or does not fit the model.
         """
         asked = self._read(exchange, entry, chunks)
-        exchange.call.protocol = _ReadTeiProtocol(self._read, asked)
+        kept = replace(asked, payloads=[])  # so that the call does not keep its body
+        exchange.call.protocol = _ReadTeiProtocol(self._read, kept)
         return Decoded(asked.payloads, is_batch=True, parameters=parameters_of(asked))
 
     def reply(self, call: Call, outcomes: Sequence[Outcome]) -> Answer:

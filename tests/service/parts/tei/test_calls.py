@@ -7,6 +7,7 @@ router/src/http of huggingface/text-embeddings-inference, commit 0d124dc).
 import base64
 import json
 import struct
+import sys
 from typing import Any, Literal
 
 import httpx
@@ -14,7 +15,7 @@ import pytest
 
 from inferpool.models.spec import UNKNOWN_INTERFACE, Interface, TextFacts
 from inferpool.service.api.codecs.body import Limits
-from inferpool.service.api.exchange import Predict
+from inferpool.service.api.exchange import Exchange, Predict
 from inferpool.service.errors import (
     DeadlineExceededError,
     InternalError,
@@ -27,7 +28,7 @@ from inferpool.service.errors import (
     WorkerCrashedError,
 )
 from inferpool.service.queue.instance import Result
-from tests.service.api.fakes import FakeModel, call, endpoint, result
+from tests.service.api.fakes import FakeModel, NoWire, call, endpoint, result
 
 Task = Literal["embedding", "reranking", "classification"]
 LABELS = ("bad", "good")
@@ -253,6 +254,32 @@ def test_a_query_counts_with_each_text() -> None:
     answer = ask(model_of("reranking"), "/rerank", body)
     assert (answer.status_code, answer.json()["error_type"]) == (413, "Validation")
     assert ask(model_of("reranking"), "/rerank", {**body, "texts": ["b"] * 3}).is_success
+
+
+@pytest.mark.parametrize(
+    ("task", "path", "body"),
+    [
+        ("embedding", "embed", b'{"inputs": "a"}'),
+        ("embedding", "similarity", b'{"inputs": {"source_sentence": "a", "sentences": ["b"]}}'),
+        ("reranking", "rerank", b'{"query": "a", "texts": ["b", "c"]}'),
+        ("classification", "predict", b'{"inputs": [["a"], ["b"]]}'),
+        ("embedding", "decode", b'{"ids": [1]}'),
+    ],
+)
+def test_the_body_of_a_call_is_not_kept_once_its_instances_are_submitted(
+    task: Task, path: str, body: bytes
+) -> None:
+    body = bytes(bytearray(body))  # nothing else has it
+    num_owners = sys.getrefcount(body)
+    model = model_of(task)
+    predict = endpoint(model, optional=["tei"])
+    exchange = Exchange.open(NoWire(), predict, "POST", f"/tei/fake/{path}", b"", [])
+    assert exchange.call.protocol is not None
+    decoded = exchange.call.protocol.decode(exchange, model, (body,))
+    assert decoded is not None
+    assert sys.getrefcount(body) > num_owners
+    del decoded
+    assert sys.getrefcount(body) == num_owners
 
 
 def test_inputs_of_one_call_wait_for_room() -> None:
