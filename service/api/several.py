@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from inferpool.models.attached import attached
 from inferpool.service.api.codecs.body import Payload
 from inferpool.service.api.errors import INTERNAL_MESSAGE
-from inferpool.service.api.exchange import Exchange, ModelEntry, new_steps, put_into
-from inferpool.service.errors import InternalError, OverloadedError, ServiceError
+from inferpool.service.api.exchange import Exchange, ModelEntry, give_up, new_steps, put_into
+from inferpool.service.errors import InternalError, OverloadedError, ServiceError, UnavailableError
 
 if TYPE_CHECKING:
     from inferpool.service.queue.instance import Result
@@ -56,7 +56,8 @@ def submit_several(exchange: Exchange, entry: ModelEntry, payloads: Sequence[Pay
 class _Rest:
     """The instances of a call that have not been submitted, or were refused for want of room.
 
-    If one fails, those that wait are not tried, and have its error.
+    If one fails, those that wait are not tried, and have its error. If the version leaves for
+    another one, that gets all of them: an answer is of one version.
     """
 
     def __init__(
@@ -65,9 +66,11 @@ class _Rest:
         self._exchange = exchange
         self._entry = entry
         self._at_once = at_once
+        self._payloads = payloads
         self._waiting = deque(enumerate(payloads))
         self._num_in_flight = 0
         self._num_done = 0
+        self._is_over = False
 
     def submit(self, most: int) -> None:
         """Submit as many as `most`, as long as there is room for them."""
@@ -88,13 +91,13 @@ class _Rest:
             self._num_in_flight += 1
             future.add_done_callback(partial(self._on_one_done, index, payload))
             most -= 1
-        if not self._waiting and not self._num_in_flight:
+        if not self._waiting and not self._num_in_flight and not self._is_over:
             self._exchange.let_go()
             self._exchange.on_done(None)
 
     def _on_one_done(self, index: int, payload: Payload, future: "asyncio.Future[Result]") -> None:
         self._num_in_flight -= 1
-        if self._exchange.response_complete:
+        if self._exchange.response_complete or self._is_over:
             self._waiting.clear()
             return
         error = None if future.cancelled() else future.exception()
@@ -102,21 +105,29 @@ class _Rest:
             # A front end learns so late that there was no room; the next one that is done makes it.
             self._waiting.appendleft((index, payload))
             return
-        if isinstance(error, ServiceError):
-            self._end(error)
         self._num_done += 1
         is_more = self._num_in_flight < _FEW or not self._num_done % _FEW
         try:
+            if isinstance(error, ServiceError):
+                self._end(error)
             self.submit(min(1 + is_more, self._at_once - self._num_in_flight))
         except Exception:
             logger.exception("a call failed", extra=self._exchange.call.log_ids())
-            self._end(InternalError(INTERNAL_MESSAGE))
-            self.submit(0)
+            self._exchange.fail(InternalError(INTERNAL_MESSAGE))
 
     def _end(self, error: ServiceError) -> None:
-        outcomes = self._exchange.call.outcomes
+        """Give those that wait an error, or begin the call anew if another version serves now."""
+        exchange, call = self._exchange, self._exchange.call
+        now = exchange.predict.find_now(call) if isinstance(error, UnavailableError) else None
+        if now is not None and now is not self._entry:
+            self._is_over = True
+            self._waiting.clear()
+            give_up(call.outcomes)
+            call.outcomes.clear()
+            call.choose(now)
+            _Rest(exchange, now, self._payloads, self._at_once).submit(self._at_once)
         for index, _ in self._waiting:
-            outcomes[index : index + 1] = [error]
+            call.outcomes[index : index + 1] = [error]
         self._waiting.clear()
 
 

@@ -1,5 +1,6 @@
 """Calls for vectors of texts, in OpenAI's form, to a model that answers as told."""
 
+import asyncio
 import base64
 import json
 import struct
@@ -495,6 +496,52 @@ async def test_a_queue_without_any_room_refuses_the_call(at_once: bool) -> None:
         answer = await many(server, 200)
         assert refused(answer, 429)["code"] == "overloaded"
         assert answer.headers["retry-after"] == "7"
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_a_call_is_begun_anew_if_its_version_leaves_for_another_one(at_once: bool) -> None:
+    former, now = silent_model(), encoder()
+    former.interface, now.version = EMBEDS, 2
+    async with serve(former, max_instances=16) as server, server.connect() as client:
+        body = json.dumps({"input": [f"text {number}" for number in range(40)]}).encode()
+        client.send(HEAD + b"content-length: %d\r\n\r\n%b" % (len(body), body))
+        await until(lambda: len(former.futures) == 16)
+        former.futures[0].set_result(result(b"[1,[7]]"))
+        await until(lambda: len(former.futures) == 17)
+        leaving = UnavailableError("this server is shutting down", retry_after_s=1)
+        server.protocol.predict.models["fake"] = now  # type: ignore[index]  # a dict here
+        if at_once:
+            former._refusals = [leaving]
+            former.futures[1].set_result(result(b"[1,[7]]"))
+        else:
+            former.futures[1].end(leaving)
+        async with asyncio.timeout(10):
+            answer = await client.read_answer()
+        assert (answer.status, answer.headers["x-model-version"]) == (200, "2")
+        places = [each["embedding"][0] for each in answer.json["data"]]
+        assert [json.loads(now.bodies[place]) for place in places] == [
+            f"text {number}" for number in range(40)
+        ]
+        assert all(future.done() for future in former.futures)
+        assert server.protocol.predict.unfinished.held.total == 0
+        former.futures.clear()
+
+
+async def test_a_fault_of_ours_in_the_middle_ends_the_call_at_once() -> None:
+    model = silent_model()
+    model.interface = EMBEDS
+    async with serve(model, max_instances=16) as server, server.connect() as client:
+        body = json.dumps({"input": ["a"] * 40}).encode()
+        client.send(HEAD + b"content-length: %d\r\n\r\n%b" % (len(body), body))
+        await until(lambda: len(model.futures) == 16)
+        model._refusals = [RuntimeError("a bug")]  # type: ignore[list-item]  # none of ours
+        model.futures[0].set_result(result(b"[1,[0]]"))
+        async with asyncio.timeout(10):
+            found = refused(await client.read_answer(), 500)
+        assert found["code"] == "internal_error"
+        await until(lambda: all(future.done() for future in model.futures))
+        assert server.protocol.predict.unfinished.held.total == 0
+        model.futures.clear()
 
 
 PLAIN = st.text(st.characters(codec="utf-8"))
