@@ -113,11 +113,17 @@ def network_of(
 
 
 def check_served(path: Path, config: Any) -> None:
-    """Check that padding makes no difference to a network of transformers.
+    """Check that transformers computes what the folder means, whatever the padding.
 
     Raises:
-        ModelError: It may, or there is a decoder beside the encoder.
+        ModelError: It may not, or there is a decoder beside the encoder.
     """
+    positions = getattr(config, "position_embedding_type", None)
+    if str(positions).startswith("relative_key"):
+        raise ModelError(
+            f"{path}: its position_embedding_type is {positions!r}, which transformers ignores "
+            "since release 5, so that all answers would be wrong"
+        )
     if config.model_type in _SEES_PADDING:
         raise ModelError(
             f"{path}: {config.model_type} mixes tokens without a mask for padding, so that "

@@ -120,7 +120,12 @@ def test_a_checkpoint_or_random_weights_may_take_the_place_of_the_folders(tmp_pa
     ("config", "said"),
     [
         ('{"model_type": "convbert", "vocab_size": 9}', "convbert mixes tokens without a mask"),
+        ('{"model_type": "yoso", "vocab_size": 9}', "yoso mixes tokens without a mask"),
         ('{"model_type": "bart"}', "bart is an encoder with a decoder"),
+        (
+            '{"model_type": "electra", "position_embedding_type": "relative_key_query"}',
+            "'relative_key_query', which transformers ignores",
+        ),
     ],
 )
 def test_networks_that_cannot_encode_texts_are_refused(config, said, tmp_path):
