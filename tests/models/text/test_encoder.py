@@ -159,7 +159,6 @@ def test_a_folder_of_ones_own_is_pooled_and_normalised_as_its_files_say(tmp_path
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ({"config": {"model_type": "none"}}, "cannot be read by transformers: .*`none`"),
         ({"config": {"model_type": "bert"}}, "missing required field"),
         ({"modules": [{"type": "a.Transformer"}, {"type": "a.LSTM"}]}, "a module LSTM"),
         ({"modules": [{"type": "a.Dense", "path": "2_Dense"}]}, "no file .*2_Dense/config.json"),

@@ -119,6 +119,7 @@ def test_a_checkpoint_or_random_weights_may_take_the_place_of_the_folders(tmp_pa
 @pytest.mark.parametrize(
     ("config", "said"),
     [
+        ('{"model_type": "none"}', "cannot be read by transformers: .*`none`"),
         ('{"model_type": "convbert", "vocab_size": 9}', "convbert mixes tokens without a mask"),
         ('{"model_type": "yoso", "vocab_size": 9}', "yoso mixes tokens without a mask"),
         ('{"model_type": "bart"}', "bart is an encoder with a decoder"),
