@@ -215,8 +215,9 @@ def _takes_types(source: NetworkFolder) -> bool:
     if getattr(source.config, "type_vocab_size", 0) < 2:
         return False
     library: Any = source.library
-    kind = library.AutoModelForSequenceClassification._model_mapping[type(source.config)]
-    return "token_type_ids" in inspect.signature(kind.forward).parameters
+    kinds = library.AutoModelForSequenceClassification._model_mapping
+    kind = kinds.get(type(source.config), None)  # None: its code lies in the folder
+    return kind is None or "token_type_ids" in inspect.signature(kind.forward).parameters
 
 
 def _read_config(folder: Path) -> ScoreConfig:

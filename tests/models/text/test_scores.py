@@ -2,15 +2,18 @@
 
 import json
 import logging
+import shutil
 
 import msgspec
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from inferpool.models.errors import Answered, InputError, ModelError, SourceError
 from inferpool.models.files.networks import FolderOptions
 from inferpool.models.sources.registry import build
 from inferpool.models.text.classifier import TextClassifier
+from inferpool.models.text.encoder import packaged_folder
 from inferpool.models.text.prose import PROSE
 from inferpool.models.text.reranker import Reranker
 from inferpool.models.text.scores import BertScorer, ScoreConfig
@@ -102,6 +105,44 @@ def test_activations_that_a_folder_names_make_no_difference(reranker, tmp_path):
     (other / "config.json").write_text(json.dumps(config))
     found = loaded(build(f"reranker:{other}", "DEFAULT", {}))
     assert answers(found, pairs()) == answers(model, pairs())
+
+
+CODE = """
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+class Config(PretrainedConfig):
+    model_type = "counting"
+
+class Network(PreTrainedModel):
+    config_class = Config
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.scale = torch.nn.Parameter(torch.ones(1))
+        self.post_init()
+
+    def forward(self, input_ids, attention_mask, token_type_ids):
+        counted = (token_type_ids * attention_mask).sum(1, keepdim=True)
+        return SequenceClassifierOutput(logits=self.scale * counted)
+"""
+
+
+def test_a_network_of_code_in_the_folder_hears_which_text_a_token_is_of(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "c"))
+    shutil.copy(packaged_folder() / "tokenizer.json", tmp_path)
+    (tmp_path / "counting.py").write_text(CODE)
+    save_file({"scale": torch.ones(1)}, tmp_path / "model.safetensors", {"format": "pt"})
+    auto = {"AutoConfig": "counting.Config"}
+    auto["AutoModelForSequenceClassification"] = "counting.Network"
+    sizes = {"hidden_size": 4, "vocab_size": 30522, "type_vocab_size": 2, "pad_token_id": 0}
+    names = {"model_type": "counting", "architectures": ["CountingForSequenceClassification"]}
+    config = {**names, **sizes, "auto_map": auto, "id2label": {"0": "x"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = loaded(build(f"reranker:{tmp_path}", "DEFAULT", {"trust_remote_code": True}))
+    item = json_item({"query": "who is", "text": "a girl"}, raw_scores=True)
+    assert answers(model, [item]) == [3.0]  # a girl [SEP]
 
 
 @pytest.mark.parametrize(
