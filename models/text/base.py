@@ -191,7 +191,8 @@ class TextModel(Model):
             except UnicodeDecodeError as error:
                 raise InputError(f"the text is no UTF-8: {error}") from None
         if item.kind != "json":
-            raise InputError(f"this model takes a text, as JSON or in UTF-8, not {item.kind}")
+            takes = "a text, as JSON or in UTF-8" if is_text else "two texts, as JSON"
+            raise InputError(f"this model takes {takes}, not {item.kind}")
         names = _form_of(item.payload, forms)
         texts = json_texts(item.payload, names)
         places = {name: json_place(item.payload, name) for name in names}
@@ -245,13 +246,14 @@ def bucket_of(num_tokens: int) -> int:
 
 
 def _form_of(payload: memoryview, forms: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the form that an instance has; the first one if it has none."""
+    """Return the form that an instance has; if it has none, the first that has most of its names.
+
+    Then the error, which is said where the instance is read, is about the form that was meant.
+    """
     if len(forms) > 1 and bytes(payload[:64]).lstrip()[:1] == b"{":
         try:
-            names = sorted(msgspec.json.decode(payload, type=dict[str, msgspec.Raw]))
+            names = {*msgspec.json.decode(payload, type=dict[str, msgspec.Raw])}
         except JsonErrors:
-            names = []  # the error is said where the instance is read
-        for form in forms:
-            if sorted(form) == names:
-                return form
+            return forms[0]
+        return max(forms, key=lambda form: ({*form} == names, len(names.intersection(form))))
     return forms[0]

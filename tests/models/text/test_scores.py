@@ -160,8 +160,22 @@ def test_a_network_of_code_in_the_folder_hears_which_text_a_token_is_of(tmp_path
 def test_what_is_no_pair_is_refused_with_its_place(reranker, value, parameters, said):
     with pytest.raises(InputError, match=said):
         reranker[1].preprocess(json_item(value, **parameters))
-    with pytest.raises(InputError, match="takes"):
+    with pytest.raises(InputError, match="takes two texts, as JSON, not bytes"):
         reranker[1].preprocess(bytes_item(b"text"))
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"pair": "a"}, "'text' missing: expected 'text' and 'pair'"),
+        ({"ids": [1], "text": "a"}, "input 'ids' is unknown: expected 'text'"),
+        ({"ids": [1], "text": "a", "pair": "b"}, "'ids' is unknown: expected 'text' and 'pair'"),
+        ({"texts": "a"}, "input 'texts' is unknown: expected 'text'"),
+    ],
+)
+def test_an_instance_is_compared_with_the_form_that_it_resembles(classifier, value, said):
+    with pytest.raises(InputError, match=said):
+        classifier[1].preprocess(json_item(value))
 
 
 def test_pairs_are_cut_at_the_wanted_end(reranker):
