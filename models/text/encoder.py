@@ -72,6 +72,8 @@ class SentenceEncoder(TextModel):
         super().__init__(files, network, max_tokens=max_tokens)
         if pooling is not None and pooling not in POOLINGS:
             raise ModelError(f"pooling must be one of {', '.join(POOLINGS)}, not {pooling!r}")
+        if not isinstance(normalize, bool | None):
+            raise ModelError(f"normalize must be true or false, not {normalize!r}")
         self._poolings = (pooling,) if pooling else head.poolings
         self._normalizes = head.normalizes if normalize is None else normalize
         self._prompt = head.default_prompt if prompt is None else prompt

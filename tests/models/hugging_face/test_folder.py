@@ -159,6 +159,11 @@ def test_a_picture_that_cannot_be_prepared_is_refused(tmp_path):
         model.preprocess(image_item(encoded(Image.new("RGB", (300, 3)), "PNG")))
 
 
+def test_a_permission_is_true_or_false():
+    with pytest.raises(ModelError, match="trust_remote_code must be true or false, not 'false'"):
+        FolderOptions(weights=None, trust_remote_code="false", pickled_weights=False)  # type: ignore[arg-type]  # as settings may
+
+
 def test_a_picture_that_would_become_huge_is_refused(vit, tmp_path):
     options = FolderOptions(weights=None, trust_remote_code=False, pickled_weights=False)
     classifier = PictureFolder(vit, options)

@@ -205,3 +205,5 @@ def test_the_pooling_may_be_chosen(model):
     )
     with pytest.raises(ModelError, match="pooling must be one of mean, cls, max, last"):
         build(f"encoder:{packaged_folder()}", "DEFAULT", {"pooling": "median"})
+    with pytest.raises(ModelError, match="normalize must be true or false, not 'no'"):
+        build("minilm_l6", "DEFAULT", {"normalize": "no"})
