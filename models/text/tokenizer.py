@@ -90,7 +90,7 @@ class Tokenizer:
         Raises:
             InputError: The text is too long, and must not be cut.
         """
-        encoding = self._encoded(text, side)
+        encoding = self._encoded(text, side, truncates)
         num_cut = len(encoding) - self._max_tokens + self._num_added
         if num_cut > 0:
             self._check_may_cut("text", truncates)
@@ -110,7 +110,7 @@ class Tokenizer:
             InputError: They are too long, and must not be cut.
         """
         most = self._max_tokens
-        parts = [self._encoded(each, side) for each in (first, second)]
+        parts = [self._encoded(each, side, truncates) for each in (first, second)]
         lengths = [len(part) for part in parts]
         if sum(lengths) + self._num_added_to_pair > most:
             self._check_may_cut("pair of texts", truncates)
@@ -168,11 +168,14 @@ class Tokenizer:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skips)
         return text
 
-    def _encoded(self, text: str, side: Side) -> Any:
+    def _encoded(self, text: str, side: Side, truncates: bool) -> Any:
         """Encode a text without special tokens; of a long one, an end with more tokens than fit.
 
         A word is tokenized alone, so only the word that is cut may have other tokens in the end
         than in the text. What lies beyond is left out, as a megabyte of it takes seconds.
+
+        Raises:
+            InputError: Something is left out of an end that fits, and the text must not be cut.
         """
         most = self._max_tokens
         num_chars = most * _CHARS_PER_TOKEN
@@ -185,6 +188,8 @@ class Tokenizer:
                 if words[past] != words[cut] or num_chars >= _LONGEST_WORD:
                     return encoding
             if num_chars >= _MOST_CHARS:
+                if not truncates:
+                    raise InputError(f"the text has more than {_MOST_CHARS} characters")
                 return encoding
             num_chars = min(num_chars * 4, _MOST_CHARS)
         return self._tokenizer.encode(text, add_special_tokens=False)

@@ -168,3 +168,5 @@ def test_of_many_spaces_no_more_than_a_million_is_read(tokenizer):
     assert single(" " * 200_000 + SHORT) == single(SHORT)
     assert single(" " * 1_100_000 + SHORT) == single("")
     assert single(" " * 1_100_000 + SHORT, side="left") == single(SHORT)
+    with pytest.raises(InputError, match="the text has more than 1048576 characters"):
+        single(" " * 1_100_000 + SHORT, truncates=False)
