@@ -232,7 +232,7 @@ def read_predict(exchange: Exchange, entry: ModelEntry, chunks: Sequence[Buffer]
     body = read_json(exchange, chunks, _inputs)
     facts = _facts(entry, None, "Model is not a classifier model")
     if facts.task == "embedding":
-        raise WrongTaskError("Model is not a classifier model")
+        raise _other_task(entry, "Model is not a classifier model")
     sequences, is_list = _sequences(exchange, body.inputs)
     # As with TEI, one text of a pair may be empty.
     num_characters = sum(
@@ -348,8 +348,12 @@ def _facts(entry: ModelEntry, task: str | None, refusal: str) -> TextFacts:
     if interface.media_types is None:
         raise UnavailableError(f"{entry.name} has not loaded yet", retry_after_s=1)
     if interface.text is None or task not in (None, interface.text.task):
-        raise WrongTaskError(refusal)
+        raise _other_task(entry, refusal)
     return interface.text
+
+
+def _other_task(entry: ModelEntry, refusal: str) -> WrongTaskError:
+    return WrongTaskError(f"{refusal} ({entry.name!r} was asked; /tei/NAME asks any model)")
 
 
 def _options(body: Any, *, has_prompts: bool = True) -> dict[str, object]:

@@ -356,7 +356,12 @@ def test_texts_of_ids_come_from_a_worker() -> None:
             400,
             {"error": "`texts` cannot be empty", "error_type": "Empty"},
         ),
-        ("/rerank", {"query": "a", "texts": ["b"]}, 424, "model is not a re-ranker model"),
+        (
+            "/rerank",
+            {"query": "a", "texts": ["b"]},
+            424,
+            "not a re-ranker model ('fake' was asked;",
+        ),
         ("/predict", {"inputs": "a"}, 424, "Model is not a classifier model"),
         ("/tokenize", {"inputs": []}, 400, EMPTY),
         ("/tokenize", {"inputs": [1]}, 422, "inputs[0]: must be a text"),
