@@ -58,6 +58,7 @@ from inferpool.service.parts.speed import SpeedCache, SpeedSearch
 from inferpool.service.parts.swap.shown import ShownModels
 from inferpool.service.service import ClosableEngine, Part, Service
 from inferpool.service.settings.loader import LoadedSettings, json_of
+from inferpool.service.settings.paths import OWN_PATHS_BY_PART
 from inferpool.service.settings.problems import with_ways
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.state import StateFile
@@ -86,6 +87,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_PARTS = "inferpool.service.parts"
 EXIT_NEVER_SERVED = 3
 """No model could be loaded, and none ever will be."""
 EXIT_CANNOT_START = 1
@@ -296,8 +298,16 @@ def _in_order(
         *([] if changes is None else [_changes(changes, settings)]),
         # It asks for changes, so it stops before them.
         *([] if changes is None or settings.watch is None else [_watched(changes, settings)]),
-        Part(name="KServe's version 1", later={"v1": partial(_v1_routers, service)}),
-        Part(name="Open Inference Protocol", later={"v2": partial(_v2_routers, assembly)}),
+        Part(
+            name="OpenAI's calls, and KServe's version 1",
+            later={"v1": partial(_v1_routers, service)},
+            forms_of_errors={"v1": f"{_PARTS}.texts.errors:error_answer"},
+        ),
+        Part(
+            name="Open Inference Protocol",
+            later={"v2": partial(_v2_routers, assembly)},
+            forms_of_errors={"v2": f"{_PARTS}.open_inference.calls:error_answer"},
+        ),
         *([_tei(service)] if settings.tei else []),
         # Last, since the routes of the documentation come in this order.
         *([] if jobs is None else [_jobs(jobs, assembly)]),
@@ -404,8 +414,14 @@ def _tei(service: Service) -> Part:
 
         return [root_router()]
 
-    later = {"": of_root, "info": of_default, "tei": of_any}
-    return Part(name="Text Embeddings Inference", later=later)
+    name = "Text Embeddings Inference"
+    return Part(
+        name=name,
+        later={"": of_root, "info": of_default, "tei": of_any},
+        forms_of_errors=dict.fromkeys(
+            OWN_PATHS_BY_PART[name], f"{_PARTS}.tei.answers:error_answer"
+        ),
+    )
 
 
 def _speed_search(search: SpeedSearch, service: Service) -> Part:
@@ -598,9 +614,11 @@ def make_app(assembly: Assembly) -> tuple[App, Predict, EdgeLimits]:
 
     routers = [health_router(service.report, guard), metrics_router(service.metrics)]
     later: dict[str, Callable[[], Sequence[APIRouter]]] = {}
+    forms: dict[str, str] = {}
     for part in service.parts:
         routers += part.routers()
         later |= part.later
+        forms |= part.forms_of_errors
     app = App(
         version=version_of(),
         routers=routers,
@@ -610,6 +628,7 @@ def make_app(assembly: Assembly) -> tuple[App, Predict, EdgeLimits]:
         lifespan=lifespan,
     )
     app.predict, app.tracing, app.later = predict, recorder, later
+    app.forms_of_errors = forms
     app.has_jobs = assembly.jobs is not None
     app.examples, app.interfaces = service.examples, service.interfaces
     if assembly.changes is not None:

@@ -99,6 +99,10 @@ class Part:
     later: Mapping[str, Callable[[], Sequence[APIRouter]]] = field(default_factory=dict)
     """Makes the routes below a first segment of paths, such as "v2", when something there is first
     asked for, in a thread: until then, nothing of it is imported."""
+    forms_of_errors: Mapping[str, str] = field(default_factory=dict)
+    """Functions that render the errors of all below a first segment of paths, like
+    `CallProtocol.problem`; "module:name", imported with the first error. By default errors are
+    problem documents."""
     gauges: Callable[[], Iterable[Reading]] | None = None
     """Reads the metrics."""
     health: Callable[[HealthReport], HealthReport] | None = None

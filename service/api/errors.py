@@ -19,14 +19,8 @@ from typing import Annotated, Any, NamedTuple
 from urllib.parse import quote
 
 import msgspec
-from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from msgspec import Meta
-from starlette.exceptions import HTTPException
-from starlette.routing import Match
 
-from inferpool.models.attached import CALLS_BY_SETTING
-from inferpool.service.api.trace import new_ids, request_id_of
 from inferpool.service.errors import (
     BadRequestError,
     CancelledByClientError,
@@ -76,7 +70,6 @@ PROBLEM_TYPE = b"application/problem+json"
 _TYPE_PREFIX = "urn:problem-type:inferpool:"
 """RFC 9457 (3.1.1) asks for a URI; this one names the code and promises no page."""
 INTERNAL_MESSAGE = "this is an error of the service; its log has the details"
-_STATUSES = frozenset(HTTPStatus)
 
 
 class UnauthorizedError(ServiceError):
@@ -164,8 +157,7 @@ TABLE: dict[type[ServiceError], ErrorKind] = {
 }
 """A subclass is shown as its nearest base here. 499 is seen in metrics and logs only."""
 
-_METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
-_RETRY_STATUSES = (429, 503)
+RETRY_STATUSES = (429, 503)
 """Statuses that say when to come back (RFC 9110, 10.2.3), in whole seconds from 1."""
 _CHALLENGE = (b"www-authenticate", b'Bearer realm="inferpool"')
 """A header that a 401 must have (RFC 9110, 11.6.1)."""
@@ -241,9 +233,9 @@ def problem(
     """Render an error, or the errors of several instances."""
     kind = kind_of(error)
     retry_after_s = error.retry_after_s
-    if kind.is_retryable and kind.status in _RETRY_STATUSES:
+    if kind.is_retryable and kind.status in RETRY_STATUSES:
         retry_after_s = max(1, retry_after_s or 1)
-    status, headers, body = _render(
+    status, headers, body = render_problem(
         kind.status,
         kind.title,
         error.code,
@@ -260,27 +252,13 @@ def problem(
     return status, headers, body
 
 
-def problem_response(request: Request, error: ServiceError) -> Response:
-    """Render an error as an answer of a FastAPI route."""
-    request_id = _request_id(request)
-    return _response(problem(error, request_id, request.url.path), request_id)
-
-
-def install_error_handlers(app: FastAPI) -> None:
-    """Render every error of the app's other routes as a problem document too."""
-    app.add_exception_handler(ServiceError, _on_service_error)
-    app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(RequestValidationError, _on_validation_error)
-    app.add_exception_handler(Exception, _on_unexpected)
-
-
 @lru_cache(maxsize=64)
 def _quoted(path: str) -> str:
     """Cached, because an overloaded server refuses the same path thousands of times."""
     return quote(path)
 
 
-def _render(
+def render_problem(
     status: int,
     title: str,
     code: str,
@@ -293,6 +271,7 @@ def _render(
     errors: Sequence[InstanceError] = (),
     figures: Mapping[str, object] | None = None,
 ) -> Answer:
+    """Render a problem document of any status; see `Problem`."""
     document = Problem(
         type=_TYPE_PREFIX + code,
         title=title,
@@ -314,77 +293,3 @@ def _render(
     if status == HTTPStatus.UNAUTHORIZED:
         headers.append(_CHALLENGE)
     return status, headers, body
-
-
-def _response(answer: Answer, request_id: str) -> Response:
-    status, headers, body = answer
-    response = Response(body, status)
-    response.raw_headers = [*headers, (b"x-request-id", request_id.encode())]
-    return response
-
-
-def _request_id(request: Request) -> str:
-    call = request.scope.get(CALL_KEY)
-    if call is not None:
-        return str(call.request_id)
-    given = request.headers.get("x-request-id", "").encode("latin-1", "replace")
-    return request_id_of(given) or new_ids()[0]  # in an application that is not ours
-
-
-async def _on_service_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ServiceError)
-    return problem_response(request, error)
-
-
-async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """Render Starlette's own refusals: an unknown route, a wrong method."""
-    assert isinstance(error, HTTPException)
-    status = error.status_code
-    known = HTTPStatus(status) if status in _STATUSES else HTTPStatus.INTERNAL_SERVER_ERROR
-    phrase, code = known.phrase, known.name.lower()
-    detail = str(error.detail)
-    if status == HTTPStatus.NOT_FOUND and detail == phrase:
-        off = [each for each, paths in CALLS_BY_SETTING.items() if request.url.path in paths]
-        hint = f"the setting `{off[0]}` turns it on" if off else "/docs lists what there is"
-        detail = f"there is nothing at {request.url.path[:200]}; {hint}"
-    headers = dict(error.headers or {})
-    if status == HTTPStatus.METHOD_NOT_ALLOWED and "Allow" in headers:
-        headers["Allow"] = allowed = _methods_at(request) or headers["Allow"]
-        detail = f"{request.url.path[:200]} takes {allowed}, not {request.method}"
-    request_id = _request_id(request)
-    answer = _render(
-        status,
-        phrase,
-        code,
-        detail,
-        path=request.url.path,
-        request_id=request_id,
-        is_retryable=status in _RETRY_STATUSES,
-    )
-    response = _response(answer, request_id)
-    for name, value in headers.items():
-        response.headers[name] = value
-    return response
-
-
-def _methods_at(request: Request) -> str:
-    """Return the methods of all routes of a path: Starlette names those of its first route only."""
-    scopes = ({**request.scope, "method": method} for method in _METHODS)
-    return ", ".join(
-        scope["method"]
-        for scope in scopes
-        if any(route.matches(scope)[0] is Match.FULL for route in request.app.routes)
-    )
-
-
-async def _on_validation_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    places = "; ".join(
-        f"{'.'.join(str(part) for part in each['loc'])}: {each['msg']}" for each in error.errors()
-    )
-    return problem_response(request, InvalidInputError(places))
-
-
-async def _on_unexpected(request: Request, error: Exception) -> Response:
-    """Only answer: Starlette raises the error again, and the server logs its traceback."""
-    return problem_response(request, InternalError(INTERNAL_MESSAGE))

@@ -10,7 +10,7 @@ from fastapi import Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from inferpool.service.api.errors import problem_response
+from inferpool.service.api.route_errors import problem_response
 from inferpool.service.errors import OverloadedError
 from inferpool.service.queue.shares import Shares
 

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import is_dataclass
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -34,8 +34,6 @@ from inferpool.service.api.errors import (
     CALL_KEY,
     WAS_HEAD,
     NotFoundError,
-    install_error_handlers,
-    problem_response,
 )
 from inferpool.service.api.exchange import (
     PREFIX,
@@ -55,6 +53,11 @@ from inferpool.service.api.page_headers import (
     file_in_package,
     policy_for,
     with_page_headers,
+)
+from inferpool.service.api.route_errors import (
+    FORM_KEY,
+    install_error_handlers,
+    problem_response,
 )
 from inferpool.service.errors import ServiceError, StartError
 from inferpool.service.telemetry.logs import LogThrottle
@@ -94,6 +97,9 @@ class App(FastAPI):
     That machinery (middleware stack, router, dependencies) costs several times as much as an
     answer of the endpoint.
     """
+
+    forms_of_errors: Mapping[str, str] = MappingProxyType({})
+    """See `Part.forms_of_errors`."""
 
     def __init__(
         self,
@@ -213,6 +219,9 @@ class App(FastAPI):
 
     async def _answer(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a call to anything but `/predict`."""
+        segment = call.path[1:].partition("/")[0]
+        if segment in self.forms_of_errors:
+            scope[FORM_KEY] = self.forms_of_errors[segment]
         if self._guard is not None:
             try:
                 self._guard.check_path(call.path, call.headers)
@@ -222,7 +231,7 @@ class App(FastAPI):
                     self._log_refusal(scope, call, error)
                 await refusal(scope, receive, send)
                 return
-        if (segment := call.path[1:].partition("/")[0]) in self.later:
+        if segment in self.later:
             await self._include_later(segment)
         if scope["method"] == "HEAD":  # the server drops the body (RFC 9110, 9.3.2)
             scope.update({"method": "GET", WAS_HEAD: True})  # this is our copy

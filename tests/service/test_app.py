@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 
+import httpx
 import pytest
 from fastapi import APIRouter
 from starlette.routing import BaseRoute, Mount, Route
@@ -160,6 +161,41 @@ def test_a_service_whose_route_states_no_scope_does_not_start(path):
     router.add_route(path, lambda _: None)
     with pytest.raises(StartError, match=re.escape(f"{path} cannot be served")):
         App(version="0", routers=[router], guard=Guard())
+
+
+@pytest.mark.parametrize(
+    ("path", "members"),
+    {
+        "/v1/models": {"error": ("message", "type", "param", "code")},
+        "/v1/chat/completions": {"error": ("message", "type", "param", "code")},
+        "/v2/models": {"error": ()},
+        "/v2/nothing": {"error": ()},
+        "/info": {"error": (), "error_type": ()},
+        "/tei/echo/nothing": {"error": (), "error_type": ()},
+        "/jobs/nothing": {"detail": (), "title": ()},
+    }.items(),
+)
+@pytest.mark.parametrize("key", ["wrong", KEYS["INFERPOOL_PREDICT_KEYS"]])
+def test_refusals_have_the_form_of_the_protocol_whose_paths_they_are_below(
+    tmp_path, path, members, key
+):
+    given = {"model": "echo", "job_store": str(tmp_path / "jobs"), "tei": True}
+    settings = load(given, KEYS, tmp_path).settings
+    app, _, _ = make_app(assemble(settings, find_host(""), Console(None)))
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://host") as client:
+            method = "GET" if key == "wrong" else "DELETE"
+            return await client.request(method, path, headers={"x-api-key": key})
+
+    answer = asyncio.run(ask())
+    found = answer.json()
+    assert answer.status_code == 401 if key == "wrong" else answer.status_code >= 404
+    assert all(set(names) <= set(found[name]) for name, names in members.items())
+    assert answer.headers["x-request-id"]
+    is_problem = answer.headers["content-type"] == "application/problem+json"
+    assert is_problem == path.startswith("/jobs")
 
 
 def test_a_service_does_not_start_with_a_route_that_no_key_would_guard():

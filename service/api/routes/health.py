@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 
 from inferpool.service.api.auth import Guard
 from inferpool.service.api.codecs.body import joined
-from inferpool.service.api.errors import problem_response
+from inferpool.service.api.route_errors import problem_response
 from inferpool.service.errors import UnavailableError
 from inferpool.service.queue.replacer import RestartHealth
 from inferpool.workers.host.engine import DecoderHealth, ForkserverHealth, GpuHealth, RankHealth

@@ -16,8 +16,6 @@ from starlette.exceptions import HTTPException
 
 from inferpool.service.catalog.catalog import ModelVersion
 from inferpool.service.errors import UnavailableError, UnknownModelError
-from inferpool.service.parts.error_routes import routes_with
-from inferpool.service.parts.texts.errors import error_answer
 from inferpool.service.parts.texts.routes import errors as errors_of_openai
 
 _Responses = dict[int | str, dict[str, Any]]
@@ -109,7 +107,7 @@ class Predictions:
 
 def v1_router(entries: Mapping[str, ModelVersion]) -> APIRouter:
     """Return the routes; `entries` are the versions that calls can ask for, as in a catalog."""
-    router = APIRouter(tags=["kserve"], route_class=routes_with(error_answer))
+    router = APIRouter(tags=["kserve"])
 
     @router.get("/v1/models", summary="The models, for clients of KServe and of OpenAI")
     async def list_served() -> ServedModels:

@@ -104,16 +104,8 @@ class InferProtocol(CallProtocol):
         return 200, [*headers, (b"content-length", b"%d" % len(body))], body
 
     def problem(self, error: ServiceError, call: Call) -> Answer:
-        """Render an error: a problem document, which has a string `error`, as all clients need.
-
-        Its type is plain JSON: KServe's client shows the message of no other type.
-        """
-        shown = error
-        if kind_of(error).status in _SHOWN_AS_400:
-            shown = BadRequestError(error.message)
-            shown.code = error.code
-        status, headers, body = problem(shown, call.request_id, call.path)
-        return status, [(name, _HEADERS.get(name, value)) for name, value in headers], body
+        """Render an error."""
+        return error_answer(error, call)
 
 
 class _AskedFor(InferProtocol):
@@ -134,6 +126,19 @@ class _BrokenBody(InferProtocol):
         self, exchange: Exchange, entry: ModelEntry, chunks: Sequence[Buffer]
     ) -> Decoded | None:
         raise self._error
+
+
+def error_answer(error: ServiceError, call: Call) -> Answer:
+    """Render an error: a problem document, which has a string `error`, as all clients need.
+
+    Its type is plain JSON: KServe's client shows the message of no other type.
+    """
+    shown = error
+    if kind_of(error).status in _SHOWN_AS_400:
+        shown = BadRequestError(error.message)
+        shown.code = error.code
+    status, headers, body = problem(shown, call.request_id, call.path)
+    return status, [(name, _HEADERS.get(name, value)) for name, value in headers], body
 
 
 def _as_whole(decoded: Decoded, entry: ModelEntry, call: Call, *, is_encoded: bool) -> Decoded:

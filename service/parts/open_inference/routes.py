@@ -17,8 +17,6 @@ from inferpool.service.api.routes.health import HealthReport
 from inferpool.service.errors import BadRequestError
 from inferpool.service.parts.admin.bodies import body_of, object_in
 from inferpool.service.parts.admin.routes import record
-from inferpool.service.parts.error_routes import routes_with
-from inferpool.service.parts.open_inference.calls import InferProtocol
 from inferpool.service.parts.open_inference.metadata import (
     ModelMetadata,
     ServedConfig,
@@ -189,8 +187,7 @@ def v2_router(
         report: Returns the state of the service now.
         has_operators: Someone has the key to load and unload models.
     """
-    errors = routes_with(InferProtocol().problem)
-    router = APIRouter(prefix="/v2", tags=["open inference"], route_class=errors)
+    router = APIRouter(prefix="/v2", tags=["open inference"])
     _add_server(router, repository, report)
     _add_models(router, repository)
     for ending, path in (("", "/models/{model}"), ("_of_version", _VERSION)):

@@ -20,8 +20,7 @@ from inferpool.service.api.errors import CALL_KEY
 from inferpool.service.api.exchange import DEFAULT_MODEL
 from inferpool.service.catalog.catalog import ModelVersion
 from inferpool.service.errors import UnavailableError, UnknownModelError
-from inferpool.service.parts.error_routes import routes_with
-from inferpool.service.parts.tei.answers import ONLY_LABEL, WrongTaskError, error_answer
+from inferpool.service.parts.tei.answers import ONLY_LABEL, WrongTaskError
 from inferpool.service.settings.settings import Settings
 from inferpool.service.telemetry.versions import version_of
 
@@ -190,7 +189,7 @@ class TeiInfo:
 
 def info_router(entries: Mapping[str, ModelVersion], settings: Settings) -> APIRouter:
     """Return the routes at the root; `entries` are the versions that calls can ask for."""
-    router = APIRouter(tags=["texts"], route_class=routes_with(error_answer))
+    router = APIRouter(tags=["texts"])
 
     @router.get("/info", summary="The default model, for clients of TEI", responses=_errors(404))
     async def show_tei_info() -> TeiInfo:
@@ -210,7 +209,7 @@ def root_router() -> APIRouter:
 
 def tei_router(entries: Mapping[str, ModelVersion], settings: Settings) -> APIRouter:
     """Return the routes below `/tei`; `entries` are the versions that calls can ask for."""
-    router = APIRouter(tags=["texts"], route_class=routes_with(error_answer))
+    router = APIRouter(tags=["texts"])
 
     @router.get(
         "/tei/{model}/info", summary="A model, for clients of TEI", responses=_errors(404, 424)

@@ -9,14 +9,13 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter
 
-from inferpool.service.parts.error_routes import routes_with
 from inferpool.service.parts.texts.classify import (
     MAX_TEXTS,
     ClassifyRequest,
     CohereAnswer,
     TextClasses,
 )
-from inferpool.service.parts.texts.cohere import CallError, cohere_error
+from inferpool.service.parts.texts.cohere import CallError
 from inferpool.service.parts.texts.rerank import (
     MAX_DOCUMENTS,
     MAX_FIELDS,
@@ -62,7 +61,7 @@ _NEITHER = {"type": "null", "description": "Not supported: a model has its own l
 
 def ranking_router(version: int) -> APIRouter:
     """Return routes that describe the calls below `/v1` or `/v2`."""
-    router = APIRouter(tags=["texts"], route_class=routes_with(cohere_error))
+    router = APIRouter(tags=["texts"])
     error = answer_schema(CallError)
     describe(
         router,

@@ -11,9 +11,7 @@ import msgspec
 from fastapi import APIRouter
 from starlette.exceptions import HTTPException
 
-from inferpool.service.parts.error_routes import routes_with
 from inferpool.service.parts.texts.embeddings import MAX_INPUTS, EmbeddingsRequest
-from inferpool.service.parts.texts.errors import error_answer
 
 _TEXT = {"type": "string", "minLength": 1}
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
@@ -78,7 +76,7 @@ _REFUSED = (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 503, 504)
 
 def texts_router() -> APIRouter:
     """Return routes that describe calls."""
-    router = APIRouter(tags=["texts"], route_class=routes_with(error_answer))
+    router = APIRouter(tags=["texts"])
     describe(
         router,
         "/v1/embeddings",

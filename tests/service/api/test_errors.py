@@ -4,7 +4,8 @@ import pytest
 from fastapi import FastAPI, HTTPException
 
 from inferpool.service import errors
-from inferpool.service.api.errors import TABLE, install_error_handlers, kind_of, problem
+from inferpool.service.api.errors import TABLE, kind_of, problem
+from inferpool.service.api.route_errors import install_error_handlers
 from inferpool.service.errors import (
     BadRequestError,
     DeadlineExceededError,

@@ -3,7 +3,7 @@ from dataclasses import asdict
 import pytest
 from fastapi import FastAPI
 
-from inferpool.service.api.errors import install_error_handlers
+from inferpool.service.api.route_errors import install_error_handlers
 from inferpool.service.api.routes.health import (
     DecoderHealth,
     HealthReport,

@@ -22,7 +22,9 @@ ENTRIES = {"net": OLD, OLD.path: OLD, NEW.path: NEW, "late": LATE, LATE.path: LA
 
 @pytest.fixture(scope="module")
 def app() -> App:
-    return App(version="0", routers=[v1_router(ENTRIES)])
+    made = App(version="0", routers=[v1_router(ENTRIES)])
+    made.forms_of_errors = {"v1": "inferpool.service.parts.texts.errors:error_answer"}
+    return made
 
 
 def test_all_models_are_listed_for_clients_of_kserve_and_of_openai(app: App) -> None:
@@ -78,10 +80,9 @@ def test_what_is_not_there_or_not_ready_is_refused_with_a_sentence(
 ) -> None:
     answer = call(app, method, path)
     error = answer.json()["error"]
-    is_openais = method == "GET" and "models/" in path and said != "nothing"
-    if is_openais:
-        assert error["code"] == ("model_not_found" if status == 404 else "unavailable")
-        error = error["message"]
-    assert (answer.status_code, said in error) == (status, True)
-    assert (answer.headers["content-type"] == "application/json") == is_openais
+    codes = {405: "method_not_allowed", 503: "unavailable"}
+    not_found = "not_found" if said == "nothing" else "model_not_found"
+    assert error["code"] == codes.get(status, not_found)
+    assert (answer.status_code, said in error["message"]) == (status, True)
+    assert answer.headers["content-type"] == "application/json"
     assert ("retry-after" in answer.headers) == (status == 503)

@@ -43,6 +43,8 @@ class AskedRepository:
         self.is_ready = True
         router = v2_router(self.repository, self._report, has_operators=has_operators)
         self.app = App(version="1", routers=[router])
+        form = "inferpool.service.parts.open_inference.calls:error_answer"
+        self.app.forms_of_errors = {"v2": form}
         transport = httpx.ASGITransport(app=self.app, raise_app_exceptions=False)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://host")
 

@@ -7,8 +7,9 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from inferpool.service.api.errors import CALL_KEY, install_error_handlers
+from inferpool.service.api.errors import CALL_KEY
 from inferpool.service.api.exchange import begin_call
+from inferpool.service.api.route_errors import install_error_handlers
 from inferpool.service.parts.swap.changes import Changes
 from inferpool.service.parts.swap.routes import models_router
 from inferpool.workers.shared.arena import Arena

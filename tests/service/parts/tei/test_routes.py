@@ -41,7 +41,10 @@ ENTRIES = {
 @pytest.fixture(scope="module")
 def app() -> App:
     routers = [info_router(ENTRIES, SETTINGS), tei_router(ENTRIES, SETTINGS), root_router()]
-    return App(version="0", routers=routers)
+    made = App(version="0", routers=routers)
+    form = "inferpool.service.parts.tei.answers:error_answer"
+    made.forms_of_errors = {"info": form, "tei": form}
+    return made
 
 
 def test_info_has_the_members_of_tei(app: App) -> None:
