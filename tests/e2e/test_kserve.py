@@ -168,7 +168,7 @@ def test_a_pod_is_ready_by_its_probes_and_answers_by_the_name_of_its_service() -
     with running(*container["args"][1:], "--front-ends", "2", env=environment) as service:
         check_probes(service, container)
         path = f"/v1/models/{name}"
-        assert service.get("/v1/models").json() == {"models": [name]}
+        assert service.get("/v1/models").json()["models"] == [name]
         assert service.get(path).json()["ready"] is True
         answer = service.post(f"{path}:predict", json={"instances": [1, "a"]})
         assert answer.json() == {"predictions": [1, "a"]}
