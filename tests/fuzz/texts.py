@@ -196,7 +196,8 @@ _ERRORS = {
 
 def text_complaint(input: HostileInput, status: int, body: bytes) -> str:
     """Return what is wrong with the form of an answer; empty if nothing is, or nobody knows."""
-    method, path = input.data.split(b" ", 2)[:2]
+    method, _, rest = input.data.partition(b" ")
+    path = rest.partition(b" ")[0]
     if not input.kind.startswith("texts-") or method != b"POST" or path == b"/predict":
         return ""  # such as calls of our own
     try:
