@@ -34,6 +34,8 @@ OTHERS = {
     "weights": "inferpool.models.files.checkpoint:load_weights",
     "folder of minilm_l6": "inferpool.models.text.encoder:packaged_folder",
     "form of a folder": "inferpool.models.files.hugging_face:form_of",
+    "fault of transformers": "inferpool.models.files.hugging_face:why_no_task",
+    "need of transformers": "inferpool.models.files.hugging_face:needs_transformers",
     "package of AOTInductor": "inferpool.models.files.kinds:is_package",
     "fault of a folder": "inferpool.models.files.run_folder:why_no_run",
     "errors of preprocess": "inferpool.workers.inside.preprocess_errors:PreprocessErrors",

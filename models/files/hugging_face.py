@@ -83,11 +83,6 @@ def form_of(folder: Path) -> FolderForm | None:
     return "encoder" if has_texts and not os.path.isfile(folder / _PICTURES_FILE) else None
 
 
-def is_served(folder: Path) -> bool:
-    """Return whether a folder is a source if it is named alone."""
-    return form_of(folder) is not None
-
-
 def is_scorer(folder: Path) -> bool:
     """Return whether a folder has a network that scores texts."""
     return any(each.endswith(TEXT_SUFFIX) for each in architectures_of(folder))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from inferpool.models.files.hugging_face import why_no_task
+from inferpool.models.attached import attached
 
 CHECKPOINT_SUFFIXES = (".pth", ".pt", ".safetensors", ".safetensors.index.json")
 _HEAD_BYTES = 512
@@ -134,7 +134,7 @@ def what_it_is(path: Path) -> str:
     if os.path.isfile(path / "saved_model.pb"):  # never raises, for any text
         return f"{path} is a SavedModel of TensorFlow: {_CLASS}"
     if os.path.isfile(path / "config.json"):
-        return f"{why_no_task(path)}. For any other, {_CLASS}"
+        return f"{attached('fault of transformers')(path)}. For any other, {_CLASS}"
     return ""
 
 
@@ -202,3 +202,8 @@ def _members(path: Path) -> list[str]:
             return archive.namelist()
     except (OSError, zipfile.BadZipFile):
         return []
+
+
+def is_served(path: Path) -> bool:
+    """Return whether a folder in Hugging Face's form has a model that is served."""
+    return os.path.isfile(path / "config.json") and bool(attached("form of a folder")(path))

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from inferpool.models.attached import MODEL_FILE_SUFFIXES
-from inferpool.models.files.hugging_face import form_of, needs_transformers
-from inferpool.models.files.kinds import is_checkpoint_path
+from inferpool.models.attached import MODEL_FILE_SUFFIXES, attached
+from inferpool.models.files.kinds import is_checkpoint_path, is_served
 from inferpool.models.files.run_folder import RunFolder
 from inferpool.service.checks.facts import Facts
 from inferpool.service.checks.findings import Finding, error, ok
@@ -58,7 +57,7 @@ def weights_file(model: ModelSettings) -> Path | None:
     if is_run_source(model.source):
         return RunFolder(Path(model.source)).weights
     prefix = next((each for each in _OF_FOLDERS if model.source.startswith(each)), "")
-    if prefix or form_of(Path(model.source)):
+    if prefix or is_served(Path(model.source)):
         folder = Path(model.source.removeprefix(prefix))
         files = (folder / name for name in ("model.safetensors", "pytorch_model.bin"))
         return next((file for file in files if os.path.isfile(file)), None)  # it never raises
@@ -97,8 +96,8 @@ def check_weights(facts: Facts, settings: Settings) -> Iterator[Finding]:
 
 def _form_of(source: str) -> str:
     """Return the ending or the beginning of a source, as in `_EXTRAS`; or an empty text."""
-    if form := form_of(Path(source)):
-        return f"{form}:"
+    if is_served(Path(source)):
+        return f"{attached('form of a folder')(Path(source))}:"
     return next((each for each in _EXTRAS if source.endswith(each) or source.startswith(each)), "")
 
 
@@ -110,7 +109,7 @@ def _missing_packages(model: ModelSettings) -> list[str]:
         folder = Path(model.source.removeprefix(form))
         # What is not there yet may be fetched from the Hub, by that library.
         is_fetched = form == _FOLDER and not os.path.isdir(folder)
-        is_needed = is_fetched or needs_transformers(folder)
+        is_needed = is_fetched or attached("need of transformers")(folder)
         needed.append("transformers" if is_needed else "tokenizers")
     if is_packaged:
         needed += ["tokenizers", _PACKAGES[model.source][0]]

@@ -18,11 +18,11 @@ from inferpool.models.attached import (
     BUILT_IN_SOURCES,
     MODEL_FILE_SUFFIXES,
     WEIGHT_FILE_SUFFIXES,
+    attached,
     modules_of,
 )
 from inferpool.models.errors import SourceError
-from inferpool.models.files.hugging_face import is_served, needs_transformers
-from inferpool.models.files.kinds import what_it_is
+from inferpool.models.files.kinds import is_served, what_it_is
 from inferpool.models.files.modules import (
     file_of,
     is_installed,
@@ -145,7 +145,7 @@ def packages_to_preload(sources: Sequence[str], folder: Path) -> list[str]:
     for source in sources:
         name, colon, path = _network_of(source, folder).partition(":")
         if name in _OF_TEXTS or (not colon and is_served(folder / name)):
-            is_needed = needs_transformers(folder / (path if colon else name))
+            is_needed = attached("need of transformers")(folder / (path if colon else name))
             found |= dict.fromkeys(["transformers"] if is_needed else [])
         elif name in _KNOWN:
             found[name] = None

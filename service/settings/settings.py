@@ -1,7 +1,7 @@
 """The settings of the service; those of a model are in `service.settings.model`."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
@@ -62,12 +62,15 @@ def _check_job_store(job_store: str) -> str:
 JobStore = Annotated[Text, AfterValidator(_check_job_store)]
 
 
-_NEEDED_BY = {
-    "tls_key": "tls_certificate",
-    "cluster_certificate": "cluster_authority",
-    "cluster_key": "cluster_certificate",
-}
-"""Files that are of no use without another one, and that one."""
+def _beside(other: str) -> Callable[[str | None, ValidationInfo], str | None]:
+    """Return a check of a file that is of no use without another one."""
+
+    def check(path: str | None, info: ValidationInfo) -> str | None:
+        if path is not None and info.data.get(other) is None:
+            raise ValueError(f"is of no use alone; set {other} too")
+        return path
+
+    return check
 
 
 class Settings(SettingsTable):
@@ -305,13 +308,9 @@ class Settings(SettingsTable):
         pairs_of(resource)
         return resource
 
-    @field_validator(*_NEEDED_BY)
-    @classmethod
-    def _check_pair(cls, path: str | None, info: ValidationInfo) -> str | None:
-        other = _NEEDED_BY[str(info.field_name)]
-        if path is not None and info.data.get(other) is None:
-            raise ValueError(f"is of no use alone; set {other} too")
-        return path
+    _check_tls_key = field_validator("tls_key")(_beside("tls_certificate"))
+    _check_certificate = field_validator("cluster_certificate")(_beside("cluster_authority"))
+    _check_cluster_key = field_validator("cluster_key")(_beside("cluster_certificate"))
 
     @field_validator("cluster_port")
     @classmethod

@@ -17,9 +17,9 @@ from typing import Literal
 
 from inferpool.models.attached import BUILT_IN_SOURCES, MODEL_FILE_SUFFIXES
 from inferpool.models.errors import SourceError
-from inferpool.models.files.hugging_face import has_task, is_served, why_no_reranker, why_no_task
 from inferpool.models.files.kinds import (
     is_checkpoint_path,
+    is_served,
     problem_of_source,
     problem_of_weights,
 )
@@ -124,6 +124,8 @@ def _problem_of_archive(source: str) -> str:
 def _problem_of_folder(prefix: str, name: str) -> str:
     if lost := _unread(Path(name), f"there is no folder {name}", is_folder=True):
         return f"{lost}; to fetch it from the Hub of Hugging Face, set options.download = true"
+    from inferpool.models.files.hugging_face import has_task, why_no_reranker, why_no_task
+
     path = Path(name)
     if prefix == "reranker":
         return why_no_reranker(path)

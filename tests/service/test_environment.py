@@ -41,6 +41,7 @@ HOST = {
     "proxy_headers": False,
     "forwarded_allow_ips": ["10.0.0.5", "fd00::/8"],
     "page": False,
+    "tei": True,
     "max_connections": 99,
     "head_timeout_s": 1.5,
     "body_gap_s": 2.5,
