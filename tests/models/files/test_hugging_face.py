@@ -6,11 +6,11 @@ import pytest
 
 from inferpool.models.files.hugging_face import (
     form_of,
-    is_served,
     needs_transformers,
     why_no_reranker,
     why_no_task,
 )
+from inferpool.models.files.kinds import is_served
 
 ONE, THREE = ({str(number): "x" for number in range(num)} for num in (1, 3))
 POOLED = [{"type": "a.Transformer", "path": ""}, {"type": "a.Pooling", "path": "1_Pooling"}]
