@@ -100,6 +100,7 @@ MODEL = {
     "gpu_memory_fraction": 0.5,
     "share": 2.0,
     "max_batch_size": 32,
+    "max_batch_tokens": 4096,
     "batch_wait_ms": 1.5,
     "objective_p99_ms": 80.0,
     "envelope": False,
