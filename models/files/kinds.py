@@ -206,4 +206,6 @@ def _members(path: Path) -> list[str]:
 
 def is_served(path: Path) -> bool:
     """Return whether a folder in Hugging Face's form has a model that is served."""
-    return os.path.isfile(path / "config.json") and bool(attached("form of a folder")(path))
+    # Without either file it has no form, and what finds the form need not be imported.
+    is_there = any(os.path.isfile(path / name) for name in ("config.json", "modules.json"))
+    return is_there and attached("form of a folder")(path) is not None

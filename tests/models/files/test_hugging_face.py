@@ -92,6 +92,11 @@ def test_what_cannot_be_a_path_is_no_folder(tmp_path):
     assert form_of(tmp_path / "\0") is None
 
 
+def test_a_folder_with_its_parts_in_folders_of_their_own_is_served(tmp_path):
+    (tmp_path / "modules.json").write_text(json.dumps(POOLED))
+    assert (form_of(tmp_path), is_served(tmp_path)) == ("encoder", True)
+
+
 def test_other_folders_hear_what_is_served(tmp_path):
     assert "has no config.json" in why_no_task(tmp_path)
     (tmp_path / "config.json").write_text("{")
