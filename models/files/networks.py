@@ -36,7 +36,7 @@ class FolderOptions:
     """Weights may be read from `pytorch_model.bin`, as tensors alone."""
 
     def __post_init__(self) -> None:
-        """Check that permissions are no texts, of which "false" would be true, too."""
+        """Check that permissions are no texts: "false" would be true, too."""
         for name in ("trust_remote_code", "pickled_weights"):
             if not isinstance(given := getattr(self, name), bool):
                 raise ModelError(f"{name} must be true or false, not {given!r}")

@@ -53,7 +53,7 @@ class TokenBound(QueuePolicy):
 
 
 def cost_of(num_bytes: int, facts: TextFacts) -> int:
-    """Estimate the tokens of a payload, of which the model reads no more than its `max_tokens`."""
+    """Estimate the tokens of a payload; the model reads no more than its `max_tokens`."""
     return min(num_bytes // _BYTES_PER_TOKEN + _OWN_TOKENS, facts.max_tokens)
 
 

@@ -178,7 +178,7 @@ class TeiInfo:
     auto_truncate: bool = True
     """Longer texts are cut unless the call says otherwise."""
     tokenization_workers: int
-    """The workers of the model, each of which has a tokenizer."""
+    """The workers of the model; each has a tokenizer."""
     version: str
     """The version of inferpool."""
     sha: str | None = None

@@ -184,17 +184,28 @@ class _V2:
         return _predictions(asked, document["id"], tensors)
 
 
-class _HttpCalls:
-    """A connection for calls of another protocol over HTTP."""
+class _OneConnection:
+    """A connection to the service that calls of another protocol go over."""
 
-    def __init__(self, connection: TrialConnection, form: _V1 | _V2) -> None:
+    def __init__(self, connection: TrialConnection) -> None:
         self._connection = connection
-        self._form = form
 
     @property
     def is_open(self) -> bool:
         """It can be asked."""
         return self._connection.is_open
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+
+class _HttpCalls(_OneConnection):
+    """A connection for calls of another protocol over HTTP."""
+
+    def __init__(self, connection: TrialConnection, form: _V1 | _V2) -> None:
+        super().__init__(connection)
+        self._form = form
 
     async def ask(self, request: bytes, timeout_s: float, request_id: bytes = b"") -> TrialAnswer:
         """Send the same call in the protocol, and return the answer as `/predict` has it."""
@@ -204,22 +215,13 @@ class _HttpCalls:
             return _problem(asked, answer, str(problem_in(answer.body).get("code", "")))
         return _success(answer, lambda: self._form.predictions(asked, answer))
 
-    def close(self) -> None:
-        """Close the connection."""
-        self._connection.close()
 
-
-class _TextCalls:
+class _TextCalls(_OneConnection):
     """A connection for calls of a protocol of texts. Those with parameters go to `/predict`."""
 
     def __init__(self, connection: TrialConnection, form: TextForm) -> None:
-        self._connection = connection
+        super().__init__(connection)
         self._form = form
-
-    @property
-    def is_open(self) -> bool:
-        """It can be asked."""
-        return self._connection.is_open
 
     async def ask(self, request: bytes, timeout_s: float, request_id: bytes = b"") -> TrialAnswer:
         """Send the same call in the protocol, and return the answer as `/predict` has it."""
@@ -241,10 +243,6 @@ class _TextCalls:
         code, message = problem_of(answer.body)
         answer.body = msgspec.json.encode({"code": code, "detail": message})
         return _problem(asked, answer, code)
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._connection.close()
 
 
 class _GrpcCalls:

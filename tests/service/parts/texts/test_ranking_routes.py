@@ -1,4 +1,4 @@
-"""What the API's documentation says of calls that rank and classify texts."""
+"""The API's documentation of calls that rank and classify texts."""
 
 import json
 from typing import Any
