@@ -112,7 +112,8 @@ def answer_to(service: Running, data: bytes, tls: ssl.SSLContext | None = None) 
             return f"{type(error).__name__}: {error}"
     found = json.loads(body)
     assert found.get("status", status) == status
-    assert isinstance(found["error"], str)
+    error = found["error"]
+    assert isinstance(error["message"] if isinstance(error, dict) else error, str)
     return status
 
 

@@ -215,12 +215,18 @@ def judge_call(exchange: GrpcExchange, verdict: Verdict) -> None:
 
 
 def _has_error(body: bytes) -> bool:
-    """Return whether a body is JSON with the text that clients of other protocols need."""
+    """Return whether a body is JSON with the text that clients of other protocols need.
+
+    All errors below `/v1` but those of calls to KServe's models have OpenAI's form: an object.
+    """
     try:
         value = msgspec.json.decode(body)
     except msgspec.DecodeError:
         return False
-    return isinstance(value, dict) and isinstance(value.get("error"), str) and bool(value["error"])
+    error = value.get("error") if isinstance(value, dict) else None
+    if isinstance(error, dict):
+        error = error.get("message")
+    return isinstance(error, str) and bool(error)
 
 
 def _stray_line(head: bytes) -> bytes:
