@@ -3,7 +3,7 @@
 The code of each call imports none of it, and finds it here by name.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pkgutil import resolve_name
 from typing import Any
@@ -16,6 +16,8 @@ SOURCES = {
     "encoder:": "inferpool.models.text.encoder:SentenceEncoder",
     "reranker:": "inferpool.models.text.reranker:Reranker",
     "transformers:": "inferpool.models.hugging_face.folder:model_of_folder",
+    "torchserve:": "inferpool.models.torchserve.model:model_of_archive",
+    ".mar": "inferpool.models.torchserve.model:model_of_archive",
     "package.module:Class": "inferpool.models.sources.classes:users_model",
     "card.json": "inferpool.models.sources.trained:TrainedClassifier",
     ".pt2": "inferpool.models.sources.archives:ExportedModel",
@@ -83,7 +85,12 @@ OTHERS = {
     "answers of tensors": "inferpool.service.api.codecs.tensor_answers:encode_tensors",
     "answers with content": "inferpool.service.api.codecs.contents:encode_with_content",
     "forget a load": "inferpool.models.speed.attempts:forget_load",
+    "settings of platforms": "inferpool.service.settings.platforms:settings_of_platform",
+    "settings of TorchServe": "inferpool.service.settings.torchserve:settings_of_torchserve",
 }
+OTHER_SETTINGS = ("settings of platforms", "settings of TorchServe")
+"""Functions that find settings elsewhere than in our file, variables and flags; a later one counts
+more. See `service.settings.platforms`."""
 _TEXTS = "inferpool.service.parts.texts"
 CALLS = {
     "/v2/models/*/infer": "inferpool.service.parts.open_inference.calls:InferProtocol",
@@ -94,18 +101,6 @@ CALLS = {
     "/v1/classify": f"{_TEXTS}.classify:ClassifyProtocol",
 }
 """Protocols besides our own, by the paths of their calls; `*` stands for a model's name."""
-_TEI = "inferpool.service.parts.tei.calls"
-_OF_TEI = (
-    "embed", "embed_all", "embed_sparse", "similarity", "rerank", "predict", "tokenize", "decode"
-)  # fmt: skip
-CALLS_BY_SETTING = {
-    "tei": {
-        **{path: f"{_TEI}:{name}" for name in _OF_TEI for path in (f"/{name}", f"/tei/*/{name}")},
-        "/predict": f"{_TEI}:SharedPredictProtocol",
-        "/tei/*/any_task": f"{_TEI}:any_task",
-    }
-}
-"""Further ones, by the setting that turns them on."""
 
 BUILT_IN_SOURCES = ("efficientnet_lite0", "minilm_l6", "echo")
 """Sources that need neither a file nor a package of the user's."""
@@ -135,12 +130,12 @@ def attached(name: str) -> Any:
     return resolve_name((SOURCES | OTHERS)[name])
 
 
-def protocol_at(path: str, settings: Iterable[str] = CALLS_BY_SETTING) -> Any | None:
+def protocol_at(path: str, further: Sequence[Mapping[str, str]] = ()) -> Any | None:
     """Return the protocol of a path, imported with its first call; None if no table has it.
 
-    `settings` are those that are on, of `CALLS_BY_SETTING`.
+    `further` are tables that settings turn on: `service.api.optional_calls`.
     """
-    for table in (CALLS, *(CALLS_BY_SETTING[each] for each in settings)):
+    for table in (CALLS, *further):
         if path in table:
             return _protocol(table[path])
         for pattern, name in table.items():

@@ -23,7 +23,7 @@ from inferpool.models.runtime import (
     Runtime,
     from_runtime,
 )
-from inferpool.models.spec import Decoding, Placement, TensorSpec, TextFacts
+from inferpool.models.spec import ArchiveFacts, Decoding, Placement, TensorSpec, TextFacts
 from inferpool.models.tolerance import Tolerance, ValueTolerance
 
 MAX_JSON_NUMBERS = 1 << 24
@@ -84,6 +84,8 @@ class Model(ModelInterface):
     """Names of the classes that a classifier tells apart, in the order of its output."""
     text: TextFacts | None = None
     """Facts about a model of texts, for protocols such as OpenAI's; `load` may set it."""
+    archive: ArchiveFacts | None = None
+    """Facts about a model that is an archive of TorchServe's."""
     finite_outputs: bool = True
     """Outputs have no NaN and no infinity; an instance with one in its outputs fails alone. Set
     it to False if they mean something."""

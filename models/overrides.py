@@ -46,6 +46,7 @@ def interface_of(model: Model, learned: Sequence[str] = ()) -> Interface:
         alone=model._streams_alone,
         labels=tuple(str(each).encode(errors="replace").decode() for each in labels),
         text=model.text,
+        archive=model.archive,
     )
 
 

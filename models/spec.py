@@ -85,6 +85,15 @@ class TextFacts(msgspec.Struct, frozen=True, kw_only=True):
     """A text may have several of the labels."""
 
 
+class ArchiveFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts about a model that is an archive of TorchServe's, as its manifest says."""
+
+    name: str
+    version: str
+    handler: str
+    """The built-in handler, or the file of its own."""
+
+
 class Interface(msgspec.Struct, frozen=True, kw_only=True):
     """How clients speak to a model, where that is not as usual."""
 
@@ -108,11 +117,13 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
     """Names of the classes that it tells apart, by their index."""
     text: TextFacts | None = None
     """Facts about it if it is a model of texts."""
+    archive: ArchiveFacts | None = None
+    """Facts about it if it is an archive."""
 
     @property
     def is_usual(self) -> bool:
         """True if clients speak to it as usual; what it does with inputs makes no difference."""
-        return msgspec.structs.replace(self, labels=(), text=None) == USUAL_INTERFACE
+        return msgspec.structs.replace(self, labels=(), text=None, archive=None) == USUAL_INTERFACE
 
 
 USUAL_INTERFACE = Interface()

@@ -309,6 +309,8 @@ def _in_order(
             forms_of_errors={"v2": f"{_PARTS}.open_inference.calls:error_answer"},
         ),
         *([_tei(service)] if settings.tei else []),
+        *([] if settings.torchserve is None else [_torchserve(assembly)]),
+        *_platforms(settings),
         # Last, since the routes of the documentation come in this order.
         *([] if jobs is None else [_jobs(jobs, assembly)]),
         # It asks for all of the above, and ends before them.
@@ -422,6 +424,20 @@ def _tei(service: Service) -> Part:
             OWN_PATHS_BY_PART[name], f"{_PARTS}.tei.answers:error_answer"
         ),
     )
+
+
+def _torchserve(assembly: Assembly) -> Part:
+    from inferpool.service.parts.torchserve.part import make_torchserve
+
+    return make_torchserve(assembly.service, assembly.guard, assembly.changes)
+
+
+def _platforms(settings: Settings) -> list[Part]:
+    if not settings.sagemaker and settings.vertex_health_route is None:
+        return []
+    from inferpool.service.parts.platforms.part import parts_of_platforms
+
+    return parts_of_platforms(settings)
 
 
 def _speed_search(search: SpeedSearch, service: Service) -> Part:
@@ -615,10 +631,12 @@ def make_app(assembly: Assembly) -> tuple[App, Predict, EdgeLimits]:
     routers = [health_router(service.report, guard), metrics_router(service.metrics)]
     later: dict[str, Callable[[], Sequence[APIRouter]]] = {}
     forms: dict[str, str] = {}
+    aliases: dict[str, str] = {}
     for part in service.parts:
         routers += part.routers()
         later |= part.later
         forms |= part.forms_of_errors
+        aliases |= part.aliases
     app = App(
         version=version_of(),
         routers=routers,
@@ -628,7 +646,7 @@ def make_app(assembly: Assembly) -> tuple[App, Predict, EdgeLimits]:
         lifespan=lifespan,
     )
     app.predict, app.tracing, app.later = predict, recorder, later
-    app.forms_of_errors = forms
+    app.forms_of_errors, app.aliases = forms, aliases
     app.has_jobs = assembly.jobs is not None
     app.examples, app.interfaces = service.examples, service.interfaces
     if assembly.changes is not None:

@@ -8,12 +8,12 @@ from functools import partial
 import uvicorn
 from uvicorn.config import LifespanType
 
-from inferpool.models.attached import CALLS_BY_SETTING
 from inferpool.service.api.addresses import Addresses
 from inferpool.service.api.auth import Guard
 from inferpool.service.api.codecs.body import Limits
 from inferpool.service.api.cors import Cors
 from inferpool.service.api.exchange import Call, ModelEntry, Predict, Tracing
+from inferpool.service.api.optional_calls import calls_of
 from inferpool.service.api.wire.budgets import (
     EdgeLimits,
     UnfinishedRequests,
@@ -43,6 +43,7 @@ def make_guard(settings: Settings) -> Guard:
         admin=settings.admin_keys,
         tells_apart=settings.key_share < 1,
         share=settings.per_key_share,
+        only_predictions=settings.only_predictions,
     )
 
 
@@ -87,7 +88,7 @@ def make_predict(
     return Predict(
         models,
         default=settings.default_model,
-        optional=[name for name in CALLS_BY_SETTING if getattr(settings, name)],
+        optional=calls_of(settings),
         root_path=settings.root_path.encode(),
         limits=make_limits(settings),
         unfinished=UnfinishedRequests(

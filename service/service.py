@@ -103,6 +103,8 @@ class Part:
     """Functions that render the errors of all below a first segment of paths, like
     `CallProtocol.problem`; "module:name", imported with the first error. By default errors are
     problem documents."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Paths that stand for others, such as a platform's own for /health/ready."""
     gauges: Callable[[], Iterable[Reading]] | None = None
     """Reads the metrics."""
     health: Callable[[HealthReport], HealthReport] | None = None

@@ -47,6 +47,10 @@ POLICIES: Mapping[str, Policy] = {
     "/rerank": "predict",
     "/tokenize": "predict",
     "/decode": "predict",
+    "/ping": "open",
+    "/predictions": "predict",
+    "/invocations": "predict",
+    "/models": "admin",
 }
 """The policy of a path and of everything below it; the longest match counts. "/" means itself
 alone. A route that is to be open stands here itself: none is so because of a path above it."""
@@ -57,6 +61,10 @@ KEY_MEANINGS: Mapping[Access, str] = {
     "admin": "the setting `admin_keys`.",
 }
 """The settings that hold the keys of each kind, for people."""
+PROBES = frozenset(
+    ("/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready", "/ping")
+)
+"""The open paths that are left with the setting `only_predictions`."""
 _BEARER = b"bearer"
 _BLANKS = b" \t"
 """Characters that may stand around a header's value (RFC 9110, 5.6.3)."""
@@ -80,13 +88,16 @@ class Guard:
         admin: Keys | None = None,
         tells_apart: bool = False,
         share: float = 1.0,
+        only_predictions: bool = False,
     ) -> None:
         """Store the keys of each kind. Without keys, calls are open and admin paths do not exist.
 
+        With `only_predictions`, only calls that predict and probes exist.
         If it tells predict keys apart, each has a number, which is the same in every process. One
         caller may have the part `share` of what others leave.
         """
         self.share = share
+        self._only_predictions = only_predictions
         given: Mapping[Access, Keys] = {
             "predict": predict or Keys(),
             "metrics": metrics or predict or Keys(),
@@ -120,7 +131,8 @@ class Guard:
             ForbiddenError: Its key is for something else.
         """
         policy = policy_of(path)
-        if policy is None or (policy == "admin" and "admin" not in self._restricted):
+        is_closed = self._only_predictions and policy != "predict" and path not in PROBES
+        if policy is None or is_closed or (policy == "admin" and "admin" not in self._restricted):
             raise NotFoundError(f"there is nothing at {path[:200]}; /docs lists what there is")
         if policy != "open":
             self.check(policy, headers)

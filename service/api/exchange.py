@@ -186,6 +186,8 @@ class CallProtocol(Protocol):
     All else about them is as for `/predict`. `models.attached.CALLS` has the paths.
     """
 
+    methods: ClassVar[Sequence[str]] = ("POST",)
+    """The methods of its calls."""
     submits_in_turn: ClassVar[bool] = False
     """Instances without room in the queue wait for those before; a call needs all its answers."""
 
@@ -390,8 +392,8 @@ class Predict:
     _: KW_ONLY
     default: str | None = None
     """The model of `/predict` without a name."""
-    optional: Sequence[str] = ()
-    """The protocols that the settings turn on, of `models.attached.CALLS_BY_SETTING`."""
+    optional: Sequence[Mapping[str, str]] = ()
+    """The protocols that the settings turn on, from `service.api.optional_calls`."""
     root_path: bytes = b""
     """The path that may stand before all paths of calls over sockets, as in a URL."""
     limits: Limits = field(default_factory=Limits)
@@ -481,21 +483,24 @@ class Predict:
         return name if name.endswith(asked_for) else name + asked_for
 
 
+def methods_of(call: Call) -> Sequence[str]:
+    """Return the methods that a call's path takes."""
+    return ("POST",) if call.protocol is None else call.protocol.methods
+
+
 def path_of(name: str, version: int) -> str:
     """Return the rest of the path of a version of a model."""
     return f"{name}{VERSIONS}{version}"
 
 
-def is_job(path: str, headers: Iterable[tuple[bytes, bytes]], *, takes: bool) -> bool:
+def is_job(path: str, headers: Iterable[tuple[bytes, bytes]], own: Callable[[str], object]) -> bool:
     """Return whether a call is for the routes of jobs: by its path, or as the client prefers.
 
-    `takes` is what `Predict.takes` returns for the path.
+    `own` is `Predict.own`.
     """
     if path == JOBS or path.startswith(JOBS + "/"):
         return True
-    if not (takes and is_async(headers)):
-        return False
-    return is_predict(path) or protocol_at(path) is None
+    return is_async(headers) and (is_predict(path) or own(path) is not None)
 
 
 def is_predict(path: str) -> bool:
@@ -722,8 +727,9 @@ class Exchange(msgspec.Struct, eq=False):
         headers = call.headers
         if predict.guard is not None:
             call.ref.caller = predict.guard.check("predict", headers)
-        if call.method != "POST":
-            raise MethodNotAllowedError(f"{call.path} takes POST, not {call.method}")
+        if call.method not in methods_of(call):
+            allowed = ", ".join(methods_of(call))
+            raise MethodNotAllowedError(f"{call.path} takes {allowed}, not {call.method}")
         if call.entry is None and (
             call.protocol is None or call.protocol.name_in(call) is not None
         ):
@@ -961,7 +967,7 @@ def refusal_of(call: Call, error: Exception) -> Reply:
     if call.method == "HEAD":  # the same head, and no body (RFC 9110, 9.3.2)
         body = b""
     if isinstance(error, MethodNotAllowedError):
-        lines += b"allow: POST\r\n"
+        lines += f"allow: {', '.join(methods_of(call))}\r\n".encode()
     return status, lines + common_lines(call, None).encode(), body
 
 

@@ -8,7 +8,6 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from inferpool.models.attached import CALLS_BY_SETTING
 from inferpool.service.api.errors import (
     CALL_KEY,
     INTERNAL_MESSAGE,
@@ -19,6 +18,7 @@ from inferpool.service.api.errors import (
     problem,
     render_problem,
 )
+from inferpool.service.api.optional_calls import CALLS_BY_SETTING
 from inferpool.service.api.trace import new_ids, request_id_of
 from inferpool.service.errors import InternalError, InvalidInputError, ServiceError
 

@@ -100,6 +100,8 @@ class App(FastAPI):
 
     forms_of_errors: Mapping[str, str] = MappingProxyType({})
     """See `Part.forms_of_errors`."""
+    aliases: Mapping[str, str] = MappingProxyType({})
+    """See `Part.aliases`."""
 
     def __init__(
         self,
@@ -167,10 +169,10 @@ class App(FastAPI):
         if scope["type"] != "http":
             await super().__call__(scope, receive, send)
             return
-        path = _route_path(scope)
-        asked = path
+        asked = _route_path(scope)
+        path = self.aliases.get(asked, asked)
         if self.predict is not None and self.predict.takes(path):
-            if not (self.has_jobs and is_job(path, scope["headers"], takes=True)):
+            if not (self.has_jobs and is_job(path, scope["headers"], self.predict.own)):
                 await answer(self.predict, path, scope, receive, send)
                 return
             if (entry := self.predict.own(path)) is not None:

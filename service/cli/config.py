@@ -27,7 +27,7 @@ from inferpool.service.settings.problems import expected
 from inferpool.service.settings.settings import Settings
 
 _GROUPS: Mapping[str, str] = {
-    "Address": "host port grpc_port tei front_ends default_model",
+    "Address": "host port grpc_port tei torchserve sagemaker front_ends default_model",
     "Keys, TLS and pages": (
         "predict_keys predict_keys_file metrics_keys metrics_keys_file admin_keys admin_keys_file "
         "tls_certificate tls_key page docs cors_origins"

@@ -10,7 +10,7 @@ from inferpool.service.cli.starting import CANNOT_START, NoRoomError, prepared
 from inferpool.service.settings.loader import LoadedSettings, load, secret_variables
 from inferpool.service.settings.model_sources import modules_to_preload, packages_to_preload
 from inferpool.service.settings.names import FlagError, SettingsError
-from inferpool.service.settings.settings import Settings
+from inferpool.service.settings.settings import Settings, shows_errors
 from inferpool.service.settings.tls import CLUSTER, TlsError, mutual_context, server_context
 from inferpool.service.settings.unloadable import check_loadable
 
@@ -37,8 +37,8 @@ def run(args: Namespace) -> int:
         del os.environ[name]
     # CUDA reads this variable in the workers, for any source of the setting.
     os.environ["CUDA_MPS_PIPE_DIRECTORY"] = loaded.settings.cuda_mps_pipe_directory
-    shows_errors = loaded.settings.shows_errors_at(terminal=sys.stderr.isatty())
-    settings = loaded.settings.model_copy(update={"show_errors": shows_errors})
+    is_shown = shows_errors(loaded.settings, at_terminal=sys.stderr.isatty())
+    settings = loaded.settings.model_copy(update={"show_errors": is_shown})
     modules = None  # other hosts compute
     if settings.cluster_port is None:
         modules = modules_to_preload(settings.sources(), Path.cwd())

@@ -1,5 +1,7 @@
 """Loads the settings, and writes them: flags override the environment, which overrides the file.
 
+Between both come the settings of others: of a platform's variables, or of TorchServe's file.
+
 It runs once, in the front end, before anything else starts. Nothing else reads the environment.
 """
 
@@ -17,6 +19,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TextIO
 
+from inferpool.models.attached import OTHER_SETTINGS, attached
 from inferpool.models.files.reading import read_file
 from inferpool.service.client.urls import without_password
 from inferpool.service.settings.draft import Draft
@@ -103,6 +106,9 @@ def load(
     draft = Draft()
     if file:
         draft.add_table(table, f"file {file}")
+    for find in map(attached, OTHER_SETTINGS):
+        for found, place in find(flags, environ, table, cwd):
+            draft.add_table(found, place)
     draft.add_environment(environ)
     if model := flags.get("model"):
         draft.choose(model)

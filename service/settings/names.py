@@ -30,6 +30,8 @@ FLAG_GROUPS: Mapping[str, Mapping[str, str]] = {
         "port": "N",
         "grpc_port": "N",
         "tei": "",
+        "torchserve": "PATH",
+        "sagemaker": "",
         "watch": "FOLDER",
         "front_ends": "N",
         "job_store": "PLACE",

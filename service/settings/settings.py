@@ -151,6 +151,18 @@ class Settings(SettingsTable):
     tei: bool = False
     """Serve the paths of Text Embeddings Inference too: /embed, /rerank, /predict with `inputs` and
     the others for the default model, and all of them for any model below /tei/NAME."""
+    torchserve: Text | None = None
+    """Serve as TorchServe does by this `config.properties`: its archives, paths and addresses."""
+    sagemaker: bool = False
+    """Serve the paths of a container of Amazon SageMaker too: /ping and /invocations."""
+    vertex_predict_route: Text | None = None
+    """The path for calls as Vertex AI makes them; from AIP_PREDICT_ROUTE."""
+    vertex_health_route: Text | None = None
+    """The path for health checks of Vertex AI; from AIP_HEALTH_ROUTE."""
+    only_predictions: bool = False
+    """Serve nothing besides calls to models and the checks whether this host is alive and ready: no
+    page, documentation, events, metrics or /admin, and no texts of exceptions. Platforms that make
+    a container public turn it on."""
     page: bool = True
     """Serve the page at /. What it shows needs the keys of /events and /predict."""
     max_connections: Auto | Length = "auto"
@@ -341,17 +353,6 @@ class Settings(SettingsTable):
         """The `per_key_share` in force: 1, which is no bound, where no two keys could share."""
         return self.per_key_share if len(self.predict_keys) > 1 else 1.0
 
-    def shows_errors_at(self, *, terminal: bool) -> bool:
-        """Return the `show_errors` in force, where `serve` runs at a terminal or not.
-
-        Clients of a loopback address may be anybody if there are keys or trusted proxies.
-        """
-        if self.show_errors != "auto":
-            return self.show_errors
-        has_keys = self.predict_keys or self.metrics_keys or self.admin_keys
-        is_local = is_loopback(self.host) and not self.forwarded_allow_ips
-        return terminal and not has_keys and is_local
-
     @property
     def has_jobs(self) -> bool:
         """There is a place for jobs; the loader makes one of `auto`."""
@@ -414,6 +415,20 @@ class Settings(SettingsTable):
         if max_timeout_s < default_s:
             raise ValueError(f"is less than default_timeout_s, which is {default_s:g}")
         return max_timeout_s
+
+
+def shows_errors(settings: Settings, *, at_terminal: bool) -> bool:
+    """Return the `show_errors` in force, where `serve` runs at a terminal or not.
+
+    Clients of a loopback address may be anybody if there are keys or trusted proxies.
+    """
+    if settings.only_predictions:
+        return False
+    if settings.show_errors != "auto":
+        return settings.show_errors
+    has_keys = settings.predict_keys or settings.metrics_keys or settings.admin_keys
+    is_local = is_loopback(settings.host) and not settings.forwarded_allow_ips
+    return at_terminal and not has_keys and is_local
 
 
 def auto_arena_bytes(max_body_bytes: int) -> int:

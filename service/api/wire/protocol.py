@@ -704,7 +704,9 @@ class PredictProtocol(BodyConnection):
             self.url = url = below(self.predict.root_path, url)
         path, query = target_of(url)
         takes = path == PREFIX or self.predict.takes(path)
-        self._is_job = (not takes or b"prefer" in names) and is_job(path, self.headers, takes=takes)
+        self._is_job = (not takes or b"prefer" in names) and is_job(
+            path, self.headers, self.predict.own
+        )
         if self._is_job or not takes:
             length = dict(self.headers).get(b"content-length", b"0")
             try:

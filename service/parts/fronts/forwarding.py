@@ -9,7 +9,7 @@ sends half of one holds up nobody.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -18,6 +18,7 @@ from inferpool.service.api.auth import Guard
 from inferpool.service.api.exchange import (
     PREFIX,
     Call,
+    Predict,
     begin_call,
     is_job,
     refusal_of,
@@ -45,13 +46,10 @@ _MOST_UNUSED = 8
 class Forwarder:
     """Has the main process answer every call that is not a prediction."""
 
-    def __init__(self, path: str, guard: Guard, takes: Callable[[str], bool]) -> None:
-        """Forward to the main process's Unix socket; the guard checks calls with a body.
-
-        `takes` returns whether a path is one of `/predict`, or a model's own.
-        """
+    def __init__(self, path: str, guard: Guard, predict: Predict) -> None:
+        """Forward to the main process's Unix socket; the guard checks calls with a body."""
         self._guard = guard
-        self._takes = takes
+        self._takes, self._own = predict.takes, predict.own
         self._relay = Relay(path, most_unused=_MOST_UNUSED, unused_s=IDLE_S)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,7 +76,7 @@ class Forwarder:
         path = "/tei/*" if call.path == "/" else call.path
         has_task = self._takes(path + _ANY_TASK)
         takes = has_task or self._takes(call.path)
-        is_later = is_job(call.path, call.headers.items(), takes=takes)
+        is_later = is_job(call.path, call.headers.items(), self._own)
         if not (has_task or is_later or call.path.startswith(_WITH_BODY)):
             return False
         try:

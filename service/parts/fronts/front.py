@@ -117,7 +117,7 @@ class Front:
             unfinished,
         )
         predict.slots = slots
-        self._forwarder = Forwarder(config.forwarding_path, guard, predict.takes)
+        self._forwarder = Forwarder(config.forwarding_path, guard, predict)
         http = PredictProtocol.bound_to(predict, config.limits, unread)
         self._edge = http.connection_limits
         tls = None

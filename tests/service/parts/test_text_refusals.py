@@ -11,6 +11,7 @@ import pytest
 from inferpool.models.spec import Interface, TextFacts
 from inferpool.service.api.auth import Guard
 from inferpool.service.api.cors import Cors
+from inferpool.service.api.optional_calls import CALLS_BY_SETTING
 from inferpool.service.errors import (
     DeadlineExceededError,
     GivenUpError,
@@ -109,7 +110,7 @@ def check(protocol: TextProtocol, answer: RawAnswer, status: int, about: object 
 
 
 async def ask(server: PredictServer, data: bytes) -> RawAnswer:
-    server.protocol.predict.optional = ("tei",)
+    server.protocol.predict.optional = [CALLS_BY_SETTING["tei"]]
     return await server.answer_to(data)
 
 

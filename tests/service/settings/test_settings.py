@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from inferpool.service.settings.loader import load
+from inferpool.service.settings.settings import shows_errors
 
 
 def test_settings_cannot_be_changed(tmp_path):
@@ -56,5 +57,5 @@ def test_texts_of_errors_are_shown_where_only_their_author_is(
 ):
     variables = {f"INFERPOOL_{name}": value for name, value in env.items()}
     settings = load({}, variables, tmp_path).settings
-    assert settings.shows_errors_at(terminal=True) is at_terminal
-    assert settings.shows_errors_at(terminal=False) is elsewhere
+    assert shows_errors(settings, at_terminal=True) is at_terminal
+    assert shows_errors(settings, at_terminal=False) is elsewhere

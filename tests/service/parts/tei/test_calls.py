@@ -16,6 +16,7 @@ import pytest
 from inferpool.models.spec import UNKNOWN_INTERFACE, Interface, TextFacts
 from inferpool.service.api.codecs.body import Limits
 from inferpool.service.api.exchange import Exchange, Predict
+from inferpool.service.api.optional_calls import CALLS_BY_SETTING
 from inferpool.service.errors import (
     DeadlineExceededError,
     InternalError,
@@ -58,7 +59,7 @@ def model_of(task: Task, *answers: object) -> FakeModel:
 def ask(model: FakeModel, path: str, body: object, **request: Any) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     limits = Limits(max_json_bytes=2000, max_body_bytes=3500, max_instances=4)
-    predict = endpoint(model, limits=limits, optional=["tei"])
+    predict = endpoint(model, limits=limits, optional=[CALLS_BY_SETTING["tei"]])
     return call(predict, request.pop("method", "POST"), path, content=content, **request)
 
 
@@ -272,7 +273,7 @@ def test_the_body_of_a_call_is_not_kept_once_its_instances_are_submitted(
     body = bytes(bytearray(body))  # nothing else has it
     num_owners = sys.getrefcount(body)
     model = model_of(task)
-    predict = endpoint(model, optional=["tei"])
+    predict = endpoint(model, optional=[CALLS_BY_SETTING["tei"]])
     exchange = Exchange.open(NoWire(), predict, "POST", f"/tei/fake/{path}", b"", [])
     assert exchange.call.protocol is not None
     decoded = exchange.call.protocol.decode(exchange, model, (body,))
@@ -481,12 +482,12 @@ def test_only_post_is_allowed_and_without_the_setting_there_is_nothing() -> None
     predict = endpoint(model_of("embedding"))
     for path in ("/embed", "/tei/fake/embed", "/rerank", "/tokenize"):
         assert not predict.takes(path)
-        assert endpoint(model_of("embedding"), optional=["tei"]).takes(path)
+        assert endpoint(model_of("embedding"), optional=[CALLS_BY_SETTING["tei"]]).takes(path)
 
 
 @pytest.mark.parametrize("path", ["/embed", "/embed_sparse"])
 def test_a_call_for_the_default_model_that_was_removed_is_told_to_name_one(path: str) -> None:
-    predict = Predict({"other": FakeModel()}, default="gone", optional=["tei"])
+    predict = Predict({"other": FakeModel()}, default="gone", optional=[CALLS_BY_SETTING["tei"]])
     answer = call(predict, "POST", path, json={"inputs": "a"})
     assert answer.status_code == 404
     assert answer.json()["error"].startswith("the default model 'gone' is not served now")

@@ -8,6 +8,7 @@ import pytest
 
 from inferpool.models.spec import UNKNOWN_INTERFACE, USUAL_INTERFACE, Interface, TextFacts
 from inferpool.service.api.exchange import Predict
+from inferpool.service.api.optional_calls import CALLS_BY_SETTING
 from inferpool.service.api.web import App
 from inferpool.service.parts.tei.routes import info_router, root_router, tei_router
 from tests.service.api.fakes import FakeModel, call, result
@@ -145,11 +146,11 @@ def test_a_call_without_a_task_is_for_that_of_the_model(
 ) -> None:
     encoded = json.dumps([2, answer]).encode()
     model = FakeModel(lambda _: result(encoded), interface=about(task))
-    app.predict = Predict({"fake": model}, default="fake", optional=["tei"])
+    app.predict = Predict({"fake": model}, default="fake", optional=[CALLS_BY_SETTING["tei"]])
     found = call(app, "POST", path, json=body)
     assert (found.status_code, found.json()) == (200, shown)
     assert found.headers["x-compute-tokens"] == str(2 * len(model.payloads))
-    app.predict = Predict({"fake": FakeModel()}, default="fake", optional=["tei"])
+    app.predict = Predict({"fake": FakeModel()}, default="fake", optional=[CALLS_BY_SETTING["tei"]])
     assert call(app, "POST", path, json=body).status_code == 424
-    app.predict = Predict({}, optional=["tei"])
+    app.predict = Predict({}, optional=[CALLS_BY_SETTING["tei"]])
     assert call(app, "POST", path, json=body).status_code == 404

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from inferpool.models.spec import Interface, TensorSpec, TextFacts
+from inferpool.service.api.optional_calls import CALLS_BY_SETTING
 from inferpool.workers.shared.messages import TensorBlob
 from tests.service.api.fakes import FakeModel, body_of, result
 from tests.service.api.server import RawAnswer, serve
@@ -85,7 +86,7 @@ async def asked(call: bytes, optional: list[str], interface: Interface) -> list[
     model.interface = interface
     answers_by_type(model)
     async with serve(model, max_json_bytes=400_000, max_instances=8) as server:
-        server.protocol.predict.optional = optional
+        server.protocol.predict.optional = [CALLS_BY_SETTING[each] for each in optional]
         async with server.connect() as client:
             seen: list[Any] = [shown(await client.ask(call)) for _ in range(3)]
         forms = [known.call.form for known in server.protocol.known_heads.values()]
@@ -125,7 +126,7 @@ async def test_calls_of_both_kinds_may_share_a_connection_and_a_head() -> None:
     assert len(ours) == len(theirs)
     head += b"content-length: %d\r\n\r\n" % len(ours)
     async with serve(model) as server:
-        server.protocol.predict.optional = ["tei"]
+        server.protocol.predict.optional = [CALLS_BY_SETTING["tei"]]
         async with server.connect() as client:
             answers = [(await client.ask(head + body)).json for body in (ours, theirs) * 3]
         assert len(server.protocol.known_heads) == 1
@@ -135,7 +136,7 @@ async def test_calls_of_both_kinds_may_share_a_connection_and_a_head() -> None:
 async def test_an_error_of_a_head_is_ours_and_an_error_of_inputs_is_theirs() -> None:
     model = FakeModel()
     async with serve(model) as server:
-        server.protocol.predict.optional = ["tei"]
+        server.protocol.predict.optional = [CALLS_BY_SETTING["tei"]]
         head = b"POST /predict HTTP/1.1\r\nhost: h\r\ncontent-length: 14\r\n"
         refused = await server.answer_to(head + b'x-priority: 0\r\n\r\n{"inputs":"a"}')
         assert refused.headers["content-type"] == "application/problem+json"

@@ -1,0 +1,1 @@
+"""Archives of TorchServe (.mar), and handlers without TorchServe."""

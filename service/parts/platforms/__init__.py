@@ -1,0 +1,1 @@
+"""The paths that platforms expect of a container: Amazon SageMaker, Vertex AI."""

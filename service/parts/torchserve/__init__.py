@@ -1,0 +1,1 @@
+"""The paths, addresses and management of TorchServe."""

@@ -1,0 +1,14 @@
+"""Finds settings in the variables that platforms give a container. Every start imports this."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+Found = tuple[Mapping[str, object], str]
+"""A table of settings as in a file, and its origin: "file PATH" or "environment VAR"."""
+
+
+def settings_of_platform(
+    flags: Mapping[str, str], environ: Mapping[str, str], file: Mapping[str, object], cwd: Path
+) -> Iterator[Found]:
+    """Yield the settings that variables of a platform give."""
+    yield from ()
