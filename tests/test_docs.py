@@ -18,8 +18,9 @@ nothing but a `photo.jpg`. The language says what happens:
                 stand for what is left out, in strings too; lists may go on, numbers differ.
 `text`, none    output and drawings: only shown.
 
-Port 8000 is some free port instead. Any other language, and what a test cannot do, needs a mark: an
-HTML comment on a line of its own above the fence (several marks may follow each other):
+Ports 8000 and 8080 are one free port instead, 8081 and 8082 are others. Any other language, and
+what a test cannot do, needs a mark: an HTML comment on a line of its own above the fence (several
+marks may follow each other):
 
 <!-- not run: WHY -->      needs a GPU, Docker, minutes, weights from the network, ...
 <!-- file: nets.py -->     is written to this file; TOML files are checked as settings, too

@@ -26,7 +26,7 @@ from tests.e2e import forked
 from tests.ports import free_port
 
 _BLOCK_S = 170.0
-_PORT = re.compile(r"(?<![\w.,])8000\b")
+_PORT = re.compile(r"(?<![\w.,])(8000|808[0-2])\b")
 _OUR_COMMAND = re.compile(r"(?:^|&&|\|\|?|;|\buv run)\s*inferpool\s+([^|;&<>\n]+)", re.MULTILINE)
 
 _INSTALLED = """\
@@ -56,6 +56,7 @@ class DocsStage:
         self._page = ""
         self._own = folder / "own"
         self._port = free_port()
+        self._ports = {"8000": self._port, "8080": self._port}
         self._output: str | None = None
         """Output of the block before."""
         self._serving = ""
@@ -94,7 +95,7 @@ class DocsStage:
         if (arguments := block.marks.get("serve", self._serving)) != self._serving:
             self._run_shell(f"inferpool serve {arguments}")
             self._serving = arguments
-        text = _PORT.sub(str(self._port), block.text)
+        text = _PORT.sub(self._free_port_for, block.text)
         before, self._output = self._output, None
         if path := block.marks.get("file"):
             target = self.folder / path
@@ -110,6 +111,9 @@ class DocsStage:
             self._output = self._run_python(text, block)
         else:
             self._output = self._run_shell(text)
+
+    def _free_port_for(self, found: re.Match[str]) -> str:
+        return str(self._ports.setdefault(found[0], free_port()))
 
     def _run_shell(self, text: str) -> str:
         if re.search(r"\binferpool serve\b", text):
