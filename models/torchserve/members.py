@@ -1,0 +1,339 @@
+"""Reads the members of archives that nobody has checked: `.mar` (zip) and `.tar.gz`. No torch.
+
+All that is read is bounded, and a member has a plain name below the folder that it goes to, or the
+archive is refused as a whole.
+"""
+
+import contextlib
+import gzip
+import io
+import re
+import stat
+import struct
+import tarfile
+import unicodedata
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from inferpool.models.errors import SourceError
+
+MAX_FILES = 10_000
+"""Files and folders in an archive."""
+MAX_BYTES = 64 << 30
+"""Bytes of all files in it, unpacked."""
+MAX_RATIO = 200
+"""Unpacked bytes for each packed one. Deflate reaches 1,032 on zeros, and weights about 1.1."""
+FREE_BYTES = 64 << 20
+"""Unpacked bytes that any archive may have, whatever its ratio."""
+_MAX_NAME_BYTES = 1024
+_MAX_PART_BYTES = 255
+"""The longest name that file systems have (NAME_MAX of Linux)."""
+_MAX_DEPTH = 32
+_MAX_READ_BYTES = 4 << 20
+"""Most bytes to read at once: a directory of 10,000 files has less, and data come in pieces."""
+PIECE_BYTES = 1 << 20
+_HEADER_BYTES = 30
+"""The least size of a member's own header in a zip (APPNOTE.TXT, 4.3.7)."""
+_IS_ENCRYPTED = 0x1 | 0x40
+"""Flags of an encrypted member (APPNOTE.TXT, 4.4.4)."""
+_DRIVE = re.compile(r"[A-Za-z]:")
+_BROKEN = (
+    zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, ValueError,
+    RuntimeError, OverflowError, struct.error,
+)  # fmt: skip
+"""Errors of Python's readers about bytes that are no such archive."""
+
+Member = tuple[str, int, BinaryIO | None]
+"""The name, the bytes and the content of a member; None for a folder."""
+
+
+class Reader(Protocol):
+    """An archive that is open."""
+
+    def files(self) -> dict[str, int]:
+        """Return the bytes of each file, once all members have been checked.
+
+        Raises:
+            SourceError: The archive is not safe to unpack.
+        """
+
+    def members(self) -> Iterator[Member]:
+        """Yield each member that was checked; its content must be read before the next one.
+
+        Raises:
+            SourceError: The archive is not safe to unpack.
+        """
+
+    def read(self, name: str, most: int) -> bytes:
+        """Read a small file.
+
+        Raises:
+            SourceError: It has more bytes than that, or is damaged.
+        """
+
+
+@contextlib.contextmanager
+def opened_archive(path: Path) -> Iterator[Reader]:
+    """Open an archive by what its first bytes are.
+
+    Raises:
+        SourceError: There is no such file, or it is neither a zip nor a .tar.gz, or the reading of
+            it fails.
+    """
+    try:
+        if not path.is_file():
+            raise SourceError(f"there is no file {path} (looked for from {Path.cwd()})")
+        with path.open("rb") as file, reading(path, file) as reader:
+            yield reader
+    except OSError as error:
+        raise SourceError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+@contextlib.contextmanager
+def reading(path: Path, file: BinaryIO) -> Iterator[Reader]:
+    """Read an archive from a file that is open; `path` names it in errors."""
+    head = file.read(4)
+    file.seek(0)
+    try:
+        if head.startswith(b"PK"):
+            with zipfile.ZipFile(_Bounded(file, path)) as archive:
+                yield _ZipReader(path, archive, _size_of(file))
+        elif head.startswith(b"\x1f\x8b"):
+            yield _TarReader(path, file, _size_of(file))
+        else:
+            raise SourceError(f"{path} is neither a zip (.mar) nor a .tar.gz")
+    except _BROKEN as error:
+        raise SourceError(
+            f"{path} is damaged or cut short, or no archive: {error}; copy or download it again"
+        ) from None
+
+
+def fault_of_name(name: str) -> str:
+    """Return why a member's name is refused; empty if it is a plain path below a folder."""
+    if not name:
+        return "is empty"
+    if any(unicodedata.category(each).startswith("C") for each in name):
+        return "has a control character in it"
+    if "\\" in name:
+        return "has a backslash in it"
+    if name.startswith("/") or _DRIVE.match(name):
+        return "is an absolute path"
+    parts = name.split("/")
+    if any(part in ("", ".", "..") for part in parts):
+        return "does not name a place below the archive's folder"
+    if len(parts) > _MAX_DEPTH:
+        return f"has more than {_MAX_DEPTH} parts"
+    if len(name.encode()) > _MAX_NAME_BYTES or any(
+        len(part.encode()) > _MAX_PART_BYTES for part in parts
+    ):
+        return "is too long"
+    return ""
+
+
+def shown_name(name: str) -> str:
+    """Return a name for errors: short, and without control characters."""
+    text = repr(name)
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+class _Names:
+    """Checks the names and sizes of the members of one archive, one after another."""
+
+    def __init__(self, path: Path, num_packed: int) -> None:
+        self._path = path
+        self._most = min(MAX_BYTES, MAX_RATIO * num_packed + FREE_BYTES)
+        self._kinds: dict[str, bool] = {}
+        """Whether each name is a folder; by the name as file systems that ignore case have it."""
+        self._given: set[str] = set()
+        self._num_members = 0
+        self._num_bytes = 0
+
+    def check(self, name: str, num_bytes: int, *, is_folder: bool) -> None:
+        """Check the next member.
+
+        Raises:
+            SourceError: It is refused, and the archive with it.
+        """
+        self._num_members += 1
+        if self._num_members > MAX_FILES:
+            raise SourceError(f"{self._path} has more than {MAX_FILES:,} members: it is refused")
+        if fault := fault_of_name(name):
+            raise self.refusal(name, f"its name {fault}")
+        if num_bytes < 0:
+            raise self.refusal(name, "its size is negative")
+        self._num_bytes += num_bytes
+        if self._num_bytes > self._most:
+            raise self.refusal(
+                name,
+                f"with it the archive unpacks to more than {self._most >> 20:,} MiB (the bounds "
+                f"are {MAX_BYTES >> 30} GiB, and {MAX_RATIO} times the archive's own size)",
+            )
+        folded = unicodedata.normalize("NFC", name).casefold()
+        if folded in self._given:
+            raise self.refusal(name, "another member has this name")
+        self._given.add(folded)
+        if self._kinds.setdefault(folded, is_folder) != is_folder:
+            raise self.refusal(name, "it is a file and a folder at once")
+        above = folded
+        while above := above.rpartition("/")[0]:
+            if not self._kinds.setdefault(above, True):
+                raise self.refusal(name, "it lies below a file")
+
+    def refusal(self, name: str, why: str) -> SourceError:
+        """Return the error about a member."""
+        return SourceError(
+            f"{self._path}: the member {shown_name(name)} is refused: {why}. Nothing was unpacked; "
+            "make the archive again with torch-model-archiver"
+        )
+
+
+class _ZipReader:
+    def __init__(self, path: Path, archive: zipfile.ZipFile, num_packed: int) -> None:
+        self._path = path
+        self._archive = archive
+        self._num_packed = num_packed
+
+    def files(self) -> dict[str, int]:
+        return {info.filename: info.file_size for info in self._checked() if not info.is_dir()}
+
+    def members(self) -> Iterator[Member]:
+        for info in self._checked():
+            if info.is_dir():
+                yield info.filename.rstrip("/"), 0, None
+                continue
+            with self._archive.open(info) as content:
+                yield info.filename, info.file_size, _as_file(content)
+
+    def read(self, name: str, most: int) -> bytes:
+        info = self._archive.getinfo(name)
+        if info.file_size > most:
+            raise SourceError(f"{self._path}: {name} has more than {most >> 20} MiB")
+        with self._archive.open(info) as content:
+            return content.read(most + 1)
+
+    def _checked(self) -> list[zipfile.ZipInfo]:
+        """Return the members, once all have been checked by what the archive's directory says."""
+        names = _Names(self._path, self._num_packed)
+        infos = self._archive.infolist()
+        for info in infos:
+            if why := _fault_of(info):
+                raise names.refusal(info.orig_filename, why)
+            name = info.orig_filename
+            names.check(name.removesuffix("/"), info.file_size, is_folder=info.is_dir())
+        end = 0
+        for info in sorted(infos, key=lambda each: each.header_offset):
+            if info.header_offset < end:
+                raise names.refusal(info.filename, "its bytes are those of another member too")
+            end = info.header_offset + _HEADER_BYTES + info.compress_size
+        return infos
+
+
+def _fault_of(info: zipfile.ZipInfo) -> str:
+    if info.flag_bits & _IS_ENCRYPTED:
+        return "it is encrypted; archives without a password are served"
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        return "it is packed otherwise than by deflate"
+    kind = stat.S_IFMT(info.external_attr >> 16)
+    if kind == stat.S_IFLNK:
+        return "it is a link"
+    if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
+        return "it is a device, a pipe or a socket"
+    if (kind == stat.S_IFDIR) and not info.is_dir():
+        return "it is a folder by its mode, and a file by its name"
+    if info.is_dir() and info.file_size:
+        return "it is a folder with content"
+    return ""
+
+
+class _TarReader:
+    """Reads a `.tar.gz`; TorchServe leaves out the first part of each name, so we do."""
+
+    def __init__(self, path: Path, file: BinaryIO, num_packed: int) -> None:
+        self._path = path
+        self._file = file
+        self._num_packed = num_packed
+
+    def files(self) -> dict[str, int]:
+        return {name: size for name, size, content in self.members() if content is not None}
+
+    def members(self) -> Iterator[Member]:
+        names = _Names(self._path, self._num_packed)
+        most = MAX_RATIO * self._num_packed + FREE_BYTES + MAX_FILES * tarfile.BLOCKSIZE * 4
+        self._file.seek(0)
+        with (
+            gzip.GzipFile(fileobj=self._file) as unpacked,
+            tarfile.open(fileobj=_Bounded(unpacked, self._path, most), mode="r:") as archive,
+        ):
+            for info in archive:
+                archive.members.clear()  # type: ignore[attr-defined]  # else it keeps all
+                root, _, name = info.name.removeprefix("./").partition("/")
+                if info.isdir() and not name:
+                    continue
+                if not info.isdir() and not (info.isreg() and not info.issparse()):
+                    kind = "a link" if info.issym() or info.islnk() else "no plain file"
+                    raise names.refusal(info.name, f"it is {kind}")
+                if root == ".." or info.name.startswith("/"):
+                    raise names.refusal(info.name, f"its name {fault_of_name(info.name)}")
+                names.check(name, info.size, is_folder=info.isdir())
+                content = None if info.isdir() else archive.extractfile(info)
+                yield name, info.size, _as_file(content) if content else None
+
+    def read(self, name: str, most: int) -> bytes:
+        for found, size, content in self.members():
+            if found == name and content is not None:
+                if size > most:
+                    raise SourceError(f"{self._path}: {name} has more than {most >> 20} MiB")
+                return content.read(most + 1)
+        raise SourceError(f"{self._path}: there is no {name} in it")
+
+
+class _Bounded(io.RawIOBase):
+    """A file that is never read by more than 4 MiB at once, nor beyond a place."""
+
+    def __init__(self, file: BinaryIO | gzip.GzipFile, path: Path, most: int | None = None) -> None:
+        super().__init__()
+        self._file = file
+        self._path = path
+        self._most = most
+
+    def read(self, size: int = -1) -> bytes:
+        if size <= _MAX_READ_BYTES:
+            content = self._file.read(size if size >= 0 else _MAX_READ_BYTES + 1)
+            self._check(self._file.tell())
+            if len(content) <= _MAX_READ_BYTES:
+                return content
+        raise SourceError(f"{self._path} is refused: its directory or a header is too large")
+
+    def seek(self, place: int, whence: int = 0) -> int:
+        if whence == io.SEEK_SET:
+            self._check(place)  # before a gzip has unpacked all that lies between
+        return self._file.seek(place, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def _check(self, place: int) -> None:
+        if self._most is not None and place > self._most:
+            raise SourceError(
+                f"{self._path} is refused: it unpacks to more than {MAX_RATIO} times its own size"
+            )
+
+
+def _as_file(content: object) -> BinaryIO:
+    return content  # type: ignore[return-value]  # both readers give one of bytes
+
+
+def _size_of(file: BinaryIO) -> int:
+    place = file.tell()
+    num_bytes = file.seek(0, io.SEEK_END)
+    file.seek(place)
+    return num_bytes
