@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,6 +23,14 @@ from tests.fuzz.infer import KINDS as INFER_KINDS
 from tests.fuzz.infer import make_grpc_call, make_infer_input
 from tests.fuzz.inputs import HostileInput, make_input
 from tests.fuzz.texts import TEXT_PROTOCOLS, make_text_input, text_complaint
+from tests.fuzz.torchserve import (
+    SERVER_INPUTS,
+    VERTEX_HEALTH,
+    VERTEX_PREDICT,
+    is_told_to_fail,
+    server_complaint,
+    torchserve_settings,
+)
 from tests.ports import free_port
 
 _MODELS = {
@@ -38,11 +47,15 @@ _TEXT_MODELS = {
     "classifier": {"source": _TEXTS, "options": {"task": "classification"}},
     "echo": {},
 }
-Protocol = Literal["predict", "infer", "grpc", "embeddings", "rerank", "classify", "tei"]
+Protocol = Literal[
+    "predict", "infer", "grpc", "embeddings", "rerank", "classify", "tei",
+    "torchserve", "management", "sagemaker", "vertex",
+]  # fmt: skip
 PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
-"""Campaigns: all that HTTP has, the calls of other protocols over HTTP, those over gRPC, and those
-of texts."""
+"""Campaigns: all that HTTP has, the calls of other protocols over HTTP, those over gRPC, those of
+texts, and those of TorchServe and of the platforms."""
 _GRPC_PORT = free_port()
+_MANAGEMENT_PORT = free_port()
 _SETTLE_S = 60.0
 _MAX_GROWTH_BYTES = 64 << 20
 """Bound on the growth of all processes together in the second half of a campaign.
@@ -93,6 +106,8 @@ def service(
     """Start the service that campaigns are run against."""
     is_texts = protocol in TEXT_PROTOCOLS
     models = _TEXT_MODELS if is_texts else _MODELS
+    if protocol in SERVER_INPUTS:
+        models = {name: _MODELS[name] for name in ("grid", "echo", "decoder")}
     settings = {
         "head_timeout_s": 5.0,
         "grpc_port": _GRPC_PORT,
@@ -101,8 +116,18 @@ def service(
         "tei": is_texts,
         "models": {name: {**model, "replicas": replicas} for name, model in models.items()},
     }
-    with running(settings=settings) as started:
-        yield started
+    with tempfile.TemporaryDirectory() as folder:
+        match protocol:
+            case "torchserve" | "management":
+                ports = (free_port(), _MANAGEMENT_PORT, free_port())
+                settings |= torchserve_settings(Path(folder), ports)
+            case "sagemaker":
+                settings["sagemaker"] = True
+            case "vertex":
+                settings["vertex_predict_route"] = VERTEX_PREDICT
+                settings["vertex_health_route"] = VERTEX_HEALTH
+        with running(settings=settings) as started:
+            yield started
 
 
 def campaign(
@@ -144,12 +169,17 @@ def campaign(
             uvloop.run(send_calls(address, calls, on_exchange, num_connections))
         else:
             make: Callable[[int, int], HostileInput]
+            address_of = target.address
             if protocol in TEXT_PROTOCOLS:
                 make = partial(make_text_input, protocol)
+            elif protocol in SERVER_INPUTS:
+                make = SERVER_INPUTS[protocol]
+                if protocol == "management":
+                    address_of = (address_of[0], _MANAGEMENT_PORT)
             else:
                 make = make_input if protocol == "predict" else make_infer_input
             inputs = map(partial(make, seed), in_time)
-            uvloop.run(send_all(target.address, inputs, on_exchange, num_connections))
+            uvloop.run(send_all(address_of, inputs, on_exchange, num_connections))
         time.sleep(rest_s)
         verdict.pss_bytes.append(_pss_bytes(target))
     verdict.seconds = time.monotonic() - began
@@ -188,6 +218,7 @@ def judge(exchange: RawExchange, verdict: Verdict) -> None:
             verdict.offend(f"{answer.status}, with a line that is not ours: {line!r}", input)
         sent = input.data.lower()
         asked_for_it = answer.status == 504 and (b"x-timeout-ms" in sent or b'"timeout"' in sent)
+        asked_for_it |= is_told_to_fail(input, answer.status, answer.body)
         if answer.status < 200 or (answer.status >= 500 and not asked_for_it):
             verdict.offend(f"{answer.status}: {answer.body[:300]!r}", input)
         elif answer.body and b"application/problem+json" in answer.head:
@@ -201,6 +232,8 @@ def judge(exchange: RawExchange, verdict: Verdict) -> None:
         if input.kind in INFER_KINDS and answer.status >= 400 and not _has_error(answer.body):
             verdict.offend(f"{answer.status}, and no text `error`: {answer.body[:300]!r}", input)
         if complaint := text_complaint(input, answer.status, answer.body):
+            verdict.offend(f"{answer.status}, {complaint}: {answer.body[:300]!r}", input)
+        if complaint := server_complaint(input, answer.status, answer.body):
             verdict.offend(f"{answer.status}, {complaint}: {answer.body[:300]!r}", input)
 
 
