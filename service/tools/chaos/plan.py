@@ -23,7 +23,10 @@ Fault = Literal[
     "scribble", "exit", "burst", "unread", "greed", "store", "upload",
 ]  # fmt: skip
 
-CallKind = Literal["predict", "v2", "v1", "grpc", "embeddings", "rerank", "tei"]
+CallKind = Literal[
+    "predict", "v2", "v1", "grpc", "embeddings", "rerank", "tei",
+    "torchserve", "sagemaker", "vertex",
+]  # fmt: skip
 """Protocols of the numbered requests."""
 
 EXTRA: tuple[Fault, ...] = ("scribble", "exit", "burst", "unread", "greed", "store", "upload")
@@ -92,7 +95,8 @@ class ChaosPlan:
     protocol: CallKind = "predict"
     """Ask by /predict, by the Open Inference Protocol (v2), by KServe's version 1 (v1), by the
     former over gRPC, which needs the extra grpc; or a model of texts by OpenAI's embeddings, by
-    Cohere's rerank, or by Text Embeddings Inference (tei)."""
+    Cohere's rerank, or by Text Embeddings Inference (tei); or as TorchServe, SageMaker and Vertex
+    AI are asked, the latter for the only model."""
     seed: int = 1
     """Decides the inputs, and what is done when."""
     every_s: Mapping[Fault, float]

@@ -18,6 +18,7 @@ from inferpool.service.client.health import ServiceHealth
 from inferpool.service.client.reaching import problem_in
 from inferpool.service.client.safetensors import read_safetensors
 from inferpool.service.tools.chaos.plan import CallKind
+from inferpool.service.tools.chaos.servers import SERVER_FORMS, ServerForm
 from inferpool.service.tools.chaos.texts import TEXT_FORMS, TextCall, TextForm, problem_of
 from inferpool.service.tools.trial.connection import (
     Address,
@@ -90,6 +91,8 @@ def opener(protocol: CallKind, health: ServiceHealth, grpc_port: int) -> Open:
         connection = await connect(address, on_stray)
         if protocol in TEXT_FORMS:
             return _TextCalls(connection, TEXT_FORMS[protocol]())
+        if protocol in SERVER_FORMS:
+            return _ServerCalls(connection, SERVER_FORMS[protocol])
         return _HttpCalls(connection, _V1() if protocol == "v1" else _V2(ranks))
 
     async def open_grpc(address: Address, on_stray: Callable[[], None]) -> ChaosConnection:
@@ -241,6 +244,31 @@ class _TextCalls(_OneConnection):
                 ),
             )
         code, message = problem_of(answer.body)
+        answer.body = msgspec.json.encode({"code": code, "detail": message})
+        return _problem(asked, answer, code)
+
+
+class _ServerCalls(_OneConnection):
+    """A connection for calls of another server. Those with parameters go to `/predict`."""
+
+    def __init__(self, connection: TrialConnection, form: ServerForm) -> None:
+        super().__init__(connection)
+        self._form = form
+
+    async def ask(self, request: bytes, timeout_s: float, request_id: bytes = b"") -> TrialAnswer:
+        """Send the same body as the server has it, and return the answer as `/predict` has it."""
+        asked = _asked_in(request)
+        if asked.parameters:
+            return await self._connection.ask(request, timeout_s, request_id)
+        form = self._form
+        headers = {**asked.headers, **form.headers_for(asked.model)}
+        path = form.path.format(asked.model)
+        whole = post_request(path, asked.body, asked.content_type, headers)
+        answer = await self._connection.ask(whole, timeout_s, request_id)
+        if answer.status == 200:
+            is_json = b"json" in answer.header(b"content-type")
+            return _success(answer, lambda: form.predictions(answer.body, is_json=is_json))
+        answer.status, code, message = form.problem(answer.status, answer.body)
         answer.body = msgspec.json.encode({"code": code, "detail": message})
         return _problem(asked, answer, code)
 

@@ -9,6 +9,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import uvloop
 
@@ -41,6 +43,7 @@ from inferpool.service.tools.chaos.resources import (
     holdings_of,
     read_ledger,
 )
+from inferpool.service.tools.chaos.servers import SERVER_FORMS, rows_of_server
 from inferpool.service.tools.chaos.stores import StoreFaults
 from inferpool.service.tools.chaos.swaps import Swaps
 from inferpool.service.tools.chaos.texts import TEXT_FORMS
@@ -78,21 +81,15 @@ POISONABLE = "inferpool.models.sources.poisonable:Poisonable"
 def run(loaded: LoadedSettings, plan: ChaosPlan) -> int:
     """Test the promise on a service with these settings; returns the exit status."""
     try:
-        can_be_poisoned = any(plan.every_s[fault] for fault in POISONS)
-        rows = rows_for(loaded, can_be_poisoned=can_be_poisoned)
         key, *own_keys = (secrets.token_urlsafe(24) for _ in range(3))
         grpc_port = free_port() if plan.protocol == "grpc" else 0
-        if grpc_port:
-            rows.insert(0, (("grpc_port",), grpc_port, "chaos"))
-        if plan.protocol == "tei":
-            own = [row for row in rows if row[0] != ("tei",)]
-            rows = [(("tei",), True, "chaos"), *own]
         if not plan.every_s["greed"] and not plan.every_s["upload"]:
             own_keys = []  # then any client may ask, as usual
         with (
+            TemporaryDirectory() as folder,
             TrialAgents(plan.hosts) as agents,
             TrialService(
-                [*agents.rows, *rows],
+                [*agents.rows, *_rows_with(loaded, plan, grpc_port, Path(folder))],
                 admin_key=key,
                 predict_keys=own_keys,
                 keeps_jobs=plan.every_s["store"] > 0 or plan.every_s["upload"] > 0,
@@ -113,6 +110,23 @@ def run(loaded: LoadedSettings, plan: ChaosPlan) -> int:
     if report.problems():
         return EXIT_BROKEN
     return EXIT_INTERRUPTED if report.is_interrupted else EXIT_KEPT
+
+
+def _rows_with(
+    loaded: LoadedSettings, plan: ChaosPlan, grpc_port: int, folder: Path
+) -> Sequence[Row]:
+    """Return the settings of the service, with those that the protocol of the run needs."""
+    can_be_poisoned = any(plan.every_s[fault] for fault in POISONS)
+    own: Sequence[Row] = []
+    if grpc_port:
+        own = [(("grpc_port",), grpc_port, "chaos")]
+    elif plan.protocol == "tei":
+        own = [(("tei",), True, "chaos")]
+    elif plan.protocol in SERVER_FORMS:
+        own = rows_of_server(plan.protocol, folder)
+    names = [row[0] for row in own]
+    rows = rows_for(loaded, can_be_poisoned=can_be_poisoned)
+    return [*own, *(row for row in rows if row[0] not in names)]
 
 
 class _ChaosRun:

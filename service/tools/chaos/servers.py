@@ -1,0 +1,83 @@
+"""Calls as other servers of models have them, for `inferpool chaos --protocol`.
+
+They are TorchServe's, SageMaker's and Vertex AI's. Bodies are those of `/predict`.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from inferpool.service.client.reaching import problem_in
+from inferpool.service.settings.loader import Row
+from inferpool.service.tools.trial.service import free_port
+
+_VERTEX_ROUTE = "/v1/endpoints/1:predict"
+
+
+class ServerForm(NamedTuple):
+    """How a server is asked for a model; `{}` stands for its name."""
+
+    path: str
+    headers: Mapping[str, str] = {}
+    codes: Mapping[str, tuple[int, str]] = {}
+    """Status and code of `/predict` by how messages of errors begin, where a body has no code."""
+
+    def headers_for(self, model: str) -> dict[str, str]:
+        """Return the headers of a call."""
+        return {name: value.format(model) for name, value in self.headers.items()}
+
+    def predictions(self, body: bytes, *, is_json: bool) -> bytes:
+        """Return the body of a success as `/predict` has it: an archive answers without envelope.
+
+        Raises:
+            ValueError: It says that it is JSON, and is none.
+        """
+        try:
+            value = msgspec.json.decode(body)
+        except msgspec.DecodeError:
+            if is_json:
+                raise
+            value = body.decode(errors="backslashreplace")
+        has_envelope = isinstance(value, dict) and "predictions" in value
+        return msgspec.json.encode(value if has_envelope else {"predictions": [value]})
+
+    def problem(self, status: int, body: bytes) -> tuple[int, str, str]:
+        """Return the status, code and message of an error as `/predict` has them."""
+        found = problem_in(body)
+        message = str(found.get("message") or found.get("error") or body[:200])
+        code = found.get("code")
+        for begin, known in self.codes.items():
+            if re.match(begin, message):
+                return *known, message
+        return status, code if isinstance(code, str) else "", message
+
+
+SERVER_FORMS: Mapping[str, ServerForm] = {
+    "torchserve": ServerForm(
+        "/predictions/{}",
+        codes={
+            "Prediction failed": (500, "model_error"),
+            r"\d+ (workers died|hosts were lost) while they": (500, "worker_crashed"),
+            r"\d+ workers have died while they computed this": (422, "quarantined"),
+        },
+    ),
+    "sagemaker": ServerForm("/invocations", {"X-Amzn-SageMaker-Target-Model": "{}"}),
+    "vertex": ServerForm(_VERTEX_ROUTE),
+}
+"""Forms by the name of their protocol. Vertex AI asks the default model alone."""
+
+
+def rows_of_server(protocol: str, folder: Path) -> list[Row]:
+    """Return the settings with which a service speaks a protocol; a file of them is in `folder`."""
+    if protocol == "sagemaker":
+        return [(("sagemaker",), True, "chaos")]
+    if protocol == "vertex":
+        return [(("vertex_predict_route",), _VERTEX_ROUTE, "chaos")]
+    file = folder / "config.properties"
+    names = ("management_address", "metrics_address")
+    lines = [f"{name}=http://127.0.0.1:{free_port()}\n" for name in names]
+    file.write_text("".join(lines), encoding="utf-8")
+    return [(("torchserve",), str(file), "chaos")]
