@@ -6,7 +6,7 @@ import itertools
 import json
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -199,6 +199,45 @@ class _TeiClient(_EmbeddingsClient):
         return str(value["error"])
 
 
+class _TorchServeClient(_HttpClient):
+    """Asks an archive: by `/predictions` with even numbers, and with odd ones by another path."""
+
+    async def ask(
+        self, n: int, do: str = "ok", *, model: str = "m", timeout_ms: int | None = None
+    ) -> ProtocolAnswer:
+        act = "exit" if (do, model) == ("kill", "poisoned") else do
+        headers = {} if timeout_ms is None else {"x-timeout-ms": f"{timeout_ms}"}
+        path = "/archive/predict" if n % 2 else "/predictions/archive"
+        answer = await self.http.post(path, json={"n": n, "do": act}, headers=headers)
+        value = answer.json()
+        if answer.status_code == 200:
+            return ProtocolAnswer(status=200, twice=value["twice"])
+        assert value["code"] == answer.status_code
+        assert isinstance(value["type"], str)
+        return ProtocolAnswer(status=answer.status_code, error=str(value["message"]))
+
+
+class _SageMakerClient(_PredictClient):
+    """Asks the default model, whatever name it is told."""
+
+    async def ask(
+        self, n: int, do: str = "ok", *, model: str = "m", timeout_ms: int | None = None
+    ) -> ProtocolAnswer:
+        act = "exit" if (do, model) == ("kill", "poisoned") else do
+        return await super().ask(n, act, model=model, timeout_ms=timeout_ms)
+
+    def _path(self, model: str) -> str:
+        return "/invocations"
+
+    def _error(self, value: Mapping[str, str]) -> str:
+        return value["error"]
+
+
+class _VertexClient(_SageMakerClient):
+    def _path(self, model: str) -> str:
+        return VERTEX_ROUTE
+
+
 class _GrpcClient(FaultClient):
     """Has one channel. Odd deadlines are sent as gRPC's own, even ones as a parameter."""
 
@@ -229,10 +268,17 @@ class _GrpcClient(FaultClient):
 _KINDS = {
     "predict": _PredictClient, "v2": _V2Client, "v1": _V1Client,
     "embeddings": _EmbeddingsClient, "rerank": _RerankClient, "tei": _TeiClient,
+    "torchserve": _TorchServeClient, "sagemaker": _SageMakerClient, "vertex": _VertexClient,
 }  # fmt: skip
-PROTOCOLS = ("predict", "v2", "v1", "grpc", "embeddings", "rerank", "tei")
-TEXT_MODELS = {"embeddings": "encoder", "rerank": "reranker", "tei": "encoder"}
-"""The only models of the protocols of texts: `TextFaultModel`s, whatever name is asked for."""
+PROTOCOLS = ("predict", "v2", "v1", "grpc", "embeddings", "rerank", "tei", "torchserve")
+PLATFORMS = ("sagemaker", "vertex")
+"""Protocols of a service of their own: TorchServe and SageMaker exclude each other."""
+ONLY_MODELS = {
+    "embeddings": "encoder", "rerank": "reranker", "tei": "encoder", "torchserve": "archive",
+    "sagemaker": "invoked", "vertex": "invoked",
+}  # fmt: skip
+"""The only models of some protocols, whatever name is asked for."""
+VERTEX_ROUTE = "/v1/endpoints/1:predict"
 
 
 def text_of(n: int, do: str, model: str) -> str:
@@ -242,7 +288,7 @@ def text_of(n: int, do: str, model: str) -> str:
 
 def model_of(protocol: str, name: str) -> str:
     """Return the model that a client of a protocol asks, if it is told a name."""
-    return TEXT_MODELS.get(protocol, name)
+    return ONLY_MODELS.get(protocol, name)
 
 
 @contextlib.asynccontextmanager
@@ -269,10 +315,13 @@ class ProtocolTally:
 
 @contextlib.asynccontextmanager
 async def asking_by_all(
-    service: Running, grpc_port: int, num_clients: int = 2
+    service: Running,
+    grpc_port: int,
+    protocols: Sequence[str] = PROTOCOLS,
+    num_clients: int = 2,
 ) -> AsyncIterator[Mapping[str, ProtocolTally]]:
     """Have clients of every protocol ask during the block, each the next when it has an answer."""
-    tallies = {protocol: ProtocolTally() for protocol in PROTOCOLS}
+    tallies = {protocol: ProtocolTally() for protocol in protocols}
     numbers = itertools.count(1)
     is_over = asyncio.Event()
 
@@ -292,7 +341,7 @@ async def asking_by_all(
                     tally.wrong.append((n, answer))
 
     async with asyncio.TaskGroup() as group:
-        for protocol in PROTOCOLS * num_clients:
+        for protocol in [*protocols] * num_clients:
             group.create_task(be(protocol))
         try:
             yield tallies

@@ -4,17 +4,20 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.protocols import (
+    ONLY_MODELS,
+    PLATFORMS,
     PROTOCOLS,
-    TEXT_MODELS,
+    VERTEX_ROUTE,
     FaultClient,
     ProtocolAnswer,
+    ProtocolTally,
     asking_by_all,
     client_of,
     model_of,
@@ -22,22 +25,28 @@ from tests.e2e.protocols import (
 )
 from tests.e2e.running import Running, running, until
 from tests.e2e.swapping import ADMIN, KEYS
+from tests.fault_archive import make_fault_archive
 from tests.ports import free_port
 
-BY_EACH = pytest.mark.parametrize("protocol", PROTOCOLS)
+BY_EACH = pytest.mark.parametrize("protocol", PROTOCOLS + PLATFORMS)
 SOURCE, TEXTS = "tests.fault_model:TensorFaultModel", "tests.text_model:TextFaultModel"
 MAX_QUEUE = 24
-FAILED = {"tei": 424}
+FAILED = {"tei": 424, "torchserve": 503}
 """The status for an error of a model, where it is not 500."""
 
 
 @dataclass(frozen=True, slots=True)
 class Struck:
-    """A service, the port of its gRPC, and the folder of its models' files."""
+    """A service, the port of its gRPC, the folder of its models' files, and its protocols."""
 
     service: Running
     grpc_port: int
     folder: Path
+    protocols: Sequence[str] = PROTOCOLS
+
+    def asking(self) -> contextlib.AbstractAsyncContextManager[Mapping[str, ProtocolTally]]:
+        """Have clients of all its protocols ask during the block."""
+        return asking_by_all(self.service, self.grpc_port, self.protocols)
 
     def by(self, protocol: str, act: Callable[[FaultClient], Awaitable[None]]) -> None:
         """Run an act with a client of a protocol."""
@@ -62,7 +71,7 @@ class Struck:
     def is_empty(self) -> bool:
         """Return whether nothing is left of any call."""
         in_flight = 'instances_in_flight{model="%s"}'
-        names = ("m", "gated", "poisoned", *TEXT_MODELS.values())
+        names = ("m", "gated", "poisoned", *ONLY_MODELS.values())
         return self.service.metric("arena_used_bytes") == 0 and not any(
             self.service.metric(in_flight % name) for name in names
         )
@@ -76,8 +85,10 @@ def struck(folder: Path, *arguments: str, **models: dict[str, object]) -> Iterat
     files = {name: str(folder / name) for name in ("calls", "gate")}
     once = {"once": str(folder / "once")}
     texts: dict[str, object] = {"source": TEXTS, "max_batch_size": 1, "batch_timeout_s": 6.0}
+    archive = make_fault_archive(folder / "archive.mar", {**files, **once})
     settings = {
         "tei": True,
+        "torchserve": str(_properties(folder)),
         "arena_bytes": 1 << 26,
         "max_queue_length": MAX_QUEUE,
         "grpc_port": port,
@@ -89,6 +100,7 @@ def struck(folder: Path, *arguments: str, **models: dict[str, object]) -> Iterat
                 "gated": {"options": files, "max_batch_size": 1},
                 "encoder": texts | {"options": files | once | {"task": "embedding"}},
                 "reranker": texts | {"options": files | once | {"task": "reranking"}},
+                "archive": texts | {"source": str(archive)},
                 **models,
             }.items()
         },
@@ -97,19 +109,58 @@ def struck(folder: Path, *arguments: str, **models: dict[str, object]) -> Iterat
         yield Struck(service, port, folder)
 
 
+def _properties(folder: Path) -> Path:
+    """Write TorchServe's settings with addresses of our own."""
+    file = folder / "config.properties"
+    names = ("management_address", "metrics_address")
+    file.write_text("".join(f"{name}=http://127.0.0.1:{free_port()}\n" for name in names))
+    return file
+
+
+@contextlib.contextmanager
+def struck_platform(folder: Path, *arguments: str) -> Iterator[Struck]:
+    """Start a service of one `TensorFaultModel` for the protocols of platforms."""
+    (folder / "calls").touch()
+    options = {name: str(folder / name) for name in ("calls", "gate", "once")}
+    invoked = {
+        "source": SOURCE,
+        "replicas": 1,
+        "max_batch_size": 1,
+        "batch_timeout_s": 6.0,
+        "options": options,
+    }
+    settings = {
+        "sagemaker": True,
+        "vertex_predict_route": VERTEX_ROUTE,
+        "max_queue_length": MAX_QUEUE,
+        "models": {"invoked": invoked},
+    }
+    with running(*arguments, settings=settings, env=KEYS) as service:
+        yield Struck(service, 0, folder, PLATFORMS)
+
+
 @pytest.fixture(scope="module")
 def struck_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Struck]:
     with struck(tmp_path_factory.mktemp("struck"), poisoned={}) as found:
         yield found
 
 
+@pytest.fixture(scope="module")
+def struck_platform_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Struck]:
+    with struck_platform(tmp_path_factory.mktemp("platform")) as found:
+        yield found
+
+
 @pytest.fixture
-def target(struck_service: Struck) -> Iterator[Struck]:
+def target(request: pytest.FixtureRequest) -> Iterator[Struck]:
     """The shared service, whole; nothing may be left of the calls of a test."""
-    struck_service.service.wait_until_full()
-    (struck_service.folder / "once").unlink(missing_ok=True)
-    yield struck_service
-    until(struck_service.is_empty)
+    protocol = getattr(request.node, "callspec", None) and request.node.callspec.params["protocol"]
+    name = "struck_platform_service" if protocol in PLATFORMS else "struck_service"
+    found: Struck = request.getfixturevalue(name)
+    found.service.wait_until_full()
+    (found.folder / "once").unlink(missing_ok=True)
+    yield found
+    until(found.is_empty)
 
 
 def right(n: int) -> ProtocolAnswer:
@@ -118,12 +169,12 @@ def right(n: int) -> ProtocolAnswer:
 
 def number(protocol: str, place: int) -> int:
     """Return a number that no other test sends, an odd one."""
-    return 100_000 * (1 + PROTOCOLS.index(protocol)) + 1_000 * place + 1
+    return 100_000 * (1 + (PROTOCOLS + PLATFORMS).index(protocol)) + 1_000 * place + 1
 
 
 def test_killed_workers_cost_no_call_of_any_protocol(target: Struck):
     async def go() -> None:
-        async with asking_by_all(target.service, target.grpc_port) as tallies:
+        async with target.asking() as tallies:
             await until_each_has(tallies, 5)
             for pid in await asyncio.to_thread(target.service.worker_pids):
                 os.kill(pid, signal.SIGKILL)
@@ -268,7 +319,7 @@ def test_a_swap_under_calls_of_all_protocols_costs_none(target: Struck):
     }
 
     async def go() -> None:
-        async with asking_by_all(target.service, target.grpc_port) as tallies:
+        async with target.asking() as tallies:
             await until_each_has(tallies, 5)
             for model, own in options.items():
                 swapped = await asyncio.to_thread(
@@ -321,7 +372,7 @@ def test_a_killed_front_end_loses_its_own_calls_alone(tmp_path: Path):
         return [front["pid"] for front in fronts if front["pid"] != service.process.pid]
 
     async def go(two: Struck) -> None:
-        async with asking_by_all(two.service, two.grpc_port) as tallies:
+        async with two.asking() as tallies:
             await until_each_has(tallies, 5)
             victim = (await asyncio.to_thread(front_pids, two.service))[0]
             os.kill(victim, signal.SIGKILL)
