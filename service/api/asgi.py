@@ -44,7 +44,7 @@ class _AsgiWire(asyncio.Future[Reply]):
 
     def open_stream(self, exchange: Exchange, lines: bytes, on_writable: Callable[[], None]) -> Any:
         """Have an answer sent that comes in pieces."""
-        self.stream = attached("stream by ASGI")(lines, on_writable)
+        self.stream = attached("stream by ASGI")(exchange.call.status, lines, on_writable)
         if not self.done():
             self.set_result(_TO_NOBODY)
         return self.stream

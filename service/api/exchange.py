@@ -198,10 +198,14 @@ class CallProtocol(Protocol):
         names the model.
         """
 
+    def key_in(self, call: "Call", models: Mapping[str, ModelEntry]) -> str | None:
+        """Return what `name_in` does; for a protocol where it depends on the models."""
+        return self.name_in(call)
+
     def opened(self, exchange: "Exchange", chunks: Sequence[Buffer]) -> "CallProtocol":
         """Return the protocol of one call, which knows its name, from its whole body.
 
-        It is called where `name_in` returns None. Raises as `decode` does.
+        It is called where `key_in` returns None. Raises as `decode` does.
         """
         raise RuntimeError("the heads of these calls name their model")
 
@@ -221,6 +225,17 @@ class CallProtocol(Protocol):
 
     def problem(self, error: ServiceError, call: "Call") -> Answer:
         """Render an error."""
+
+    def first_piece(self, part: bytes) -> Answer:
+        """Return status, headers and first bytes of an answer in "pieces", from its first part.
+
+        A protocol that sets `Call.chosen` to this form in `decode` has this and `next_piece`.
+        """
+        raise RuntimeError("this protocol does not answer in pieces")
+
+    def next_piece(self, part: bytes) -> bytes:
+        """Return the bytes of a later part."""
+        raise RuntimeError("this protocol does not answer in pieces")
 
 
 class WholeBody(msgspec.Struct, frozen=True):
@@ -266,7 +281,7 @@ class Call(msgspec.Struct):
     route: str = ""
     """The pattern of its route; empty for `/predict`."""
     status: int = 0
-    """The status of an answer on another route."""
+    """The status of an answer on another route, or in pieces."""
     job: str = ""
     """The id of the job that it has become."""
     chosen: AnswerFormat = "json"
@@ -471,7 +486,7 @@ class Predict:
         rest = call.path[len(PREFIX) + 1 :]
         name = rest.removesuffix("/") if rest else self.default
         if call.protocol is not None:
-            given = call.protocol.name_in(call)
+            given = call.protocol.key_in(call, self.models)
             name = self.default if given == DEFAULT_MODEL else given
         elif not is_predict(call.path):
             entry = self.own(call.path)
@@ -571,7 +586,7 @@ class Exchange(msgspec.Struct, eq=False):
     ) -> "Exchange":
         """Begin a call (see `begin_call`). It raises nothing, so that the answer has an id."""
         call = begin_call(method, path, query, headers)
-        if predict.optional or not is_predict(path):
+        if (predict.optional or not is_predict(path)) and predict.own(path) is None:
             call.protocol = protocol_at(path, predict.optional)
         call.choose(predict.find(call))
         if predict.cors is not None:
@@ -731,7 +746,7 @@ class Exchange(msgspec.Struct, eq=False):
             allowed = ", ".join(methods_of(call))
             raise MethodNotAllowedError(f"{call.path} takes {allowed}, not {call.method}")
         if call.entry is None and (
-            call.protocol is None or call.protocol.name_in(call) is not None
+            call.protocol is None or call.protocol.key_in(call, predict.models) is not None
         ):
             raise predict.unknown(call)
         limits = predict.limits

@@ -14,10 +14,10 @@ from inferpool.service.queue.instance import Result
 
 T = TypeVar("T")
 AnswerFormat = Literal[
-    "json", "npy", "npz", "safetensors", "raw", "content", "events", "lines", "protocol"
+    "json", "npy", "npz", "safetensors", "raw", "content", "events", "lines", "pieces", "protocol"
 ]
-"""The last is that of another protocol than our own."""
-STREAMED = ("events", "lines")
+"""The last two are those of another protocol than our own."""
+STREAMED = ("events", "lines", "pieces")
 """Forms that send each part of a stream as it comes; see `service.parts.streams`."""
 Outcome = Result | ServiceError
 """The result or error of one instance."""

@@ -18,6 +18,7 @@ from inferpool.service.api.exchange import (
     Exchange,
     ModelEntry,
     common_lines,
+    lines_of,
     new_steps,
     outcome_of,
     put_into,
@@ -48,7 +49,10 @@ class _Reader:
     def on_parts(self, parts: Sequence[bytes]) -> None:
         form, index = self._stream.form, self.index
         self.num_parts += len(parts)
-        self._stream.send([part_of(form, index, bytes(part)) for part in parts])
+        if form == "pieces":
+            self._stream.send_pieces(parts)
+        else:
+            self._stream.send([part_of(form, index, bytes(part)) for part in parts])
 
 
 class CallStream:
@@ -57,6 +61,7 @@ class CallStream:
     def __init__(self, exchange: Exchange, num_instances: int) -> None:
         """Send nothing yet: the head waits for the first part."""
         self.form = exchange.call.chosen
+        self._head = b"" if self.form == "pieces" else head_lines(self.form)
         self.readers = [_Reader(self, index) for index in range(num_instances)]
         self._exchange = exchange
         self._wire: SocketStream | AsgiStream | None = None
@@ -70,7 +75,9 @@ class CallStream:
         """Text that the client has not read, and that the wire takes no more of."""
         self._num_kept_bytes = 0
         self._status = _OK
-        self._too_slow: ReaderTooSlowError | None = None
+        self._error: ServiceError | None = None
+        """Why it ends before its instances have."""
+        self._is_cut = False
         self._early: list[tuple[int, ServiceError]] = []
         """Errors of instances before there was any part."""
 
@@ -100,7 +107,7 @@ class CallStream:
 
     def send(self, pieces: Sequence[bytes]) -> None:
         """Send text, or keep it until the client reads on; too much of it ends the stream."""
-        if self._exchange.response_complete or self._too_slow is not None:
+        if self._exchange.response_complete or self._error is not None:
             return
         if self._wire is None:
             self._send_head()
@@ -117,13 +124,32 @@ class CallStream:
         else:
             self._unread.take(self, self._num_kept_bytes)
 
+    def send_pieces(self, parts: Sequence[bytes]) -> None:
+        """Send parts as a protocol renders them; one that cannot be sent ends the stream."""
+        protocol, rest = self._exchange.call.protocol, list(map(bytes, parts))
+        if self._exchange.response_complete or self._error is not None or not rest:
+            return
+        assert protocol is not None
+        pieces: list[bytes] = []
+        try:
+            if self._wire is None:
+                self._status, headers, first = protocol.first_piece(rest.pop(0))
+                self._head = lines_of(headers)
+                pieces.append(first)
+            pieces += map(protocol.next_piece, rest)
+        except ServiceError as error:
+            self._end_soon(error)
+        else:
+            self.send(pieces)
+
     def cut_off(self) -> None:
         """End: others need the room that unread parts take."""
         self._give_up("max_unread_bytes, of which a key or an address has its share")
 
     def _send_head(self) -> None:
         call = self._exchange.call
-        lines = head_lines(self.form) + common_lines(call, None).encode()
+        call.status = self._status
+        lines = self._head + common_lines(call, None).encode()
         self._wire = self._exchange.wire.open_stream(self._exchange, lines, self._on_writable)
         for index, error in self._early:
             self._tell(index, error)
@@ -147,17 +173,19 @@ class CallStream:
 
     def _give_up(self, bound: str) -> None:
         """End the stream: its client does not read what comes."""
-        if self._too_slow is not None:
+        if self._error is not None:
             return
-        self._too_slow = error = ReaderTooSlowError(
-            f"the client has not read the parts that came, beyond {bound}"
-        )
         self._kept.clear()
         self._release()
-        # Not now: whoever hands out parts may be on its way through all streams.
+        text = f"the client has not read the parts that came, beyond {bound}"
+        self._end_soon(ReaderTooSlowError(text))
+
+    def _end_soon(self, error: ServiceError) -> None:
+        """End all instances; not now, since parts of others may be on their way."""
+        self._error, self._is_cut = error, self.form == "pieces"
         asyncio.get_running_loop().call_soon(self._end_instances, error)
 
-    def _end_instances(self, error: ReaderTooSlowError) -> None:
+    def _end_instances(self, error: ServiceError) -> None:
         for outcome in list(self._exchange.call.outcomes):
             if isinstance(outcome, asyncio.Future) and not outcome.done():
                 ending: Any = outcome  # all kinds of instances that have readers can be ended
@@ -173,8 +201,9 @@ class CallStream:
         if isinstance(outcome, ServiceError):
             self._fail(index, outcome)
             return
-        timing = msgspec.json.encode(_shown(outcome.timing))
-        self.send([end_of(self.form, index, self.readers[index].num_parts, timing)])
+        if self.form != "pieces":
+            timing = msgspec.json.encode(_shown(outcome.timing))
+            self.send([end_of(self.form, index, self.readers[index].num_parts, timing)])
         self._count_down()
 
     def _fail(self, index: int, error: ServiceError) -> None:
@@ -185,10 +214,16 @@ class CallStream:
         self._count_down()
 
     def _tell(self, index: int, error: ServiceError) -> None:
-        """Send the error of an instance, even to a client that reads nothing."""
+        """Send the error of an instance, even to a client that reads nothing.
+
+        An answer in pieces has no place for one, and is cut.
+        """
         call = self._exchange.call
         call.error = error.code, error.message
         self._status = kind_of(error).status
+        if self.form == "pieces":
+            self._is_cut = True
+            return
         _, _, document = problem(error, call.request_id, call.path)
         piece = error_of(self.form, index, self.readers[index].num_parts, document)
         if self._kept:
@@ -202,13 +237,16 @@ class CallStream:
             return
         exchange = self._exchange
         if self._wire is None:
-            exchange.on_done(None)  # all failed, and so the answer has a status of its own
+            exchange.on_done(None)  # none had a part, and so the answer has a status of its own
             return
         self._write(self._kept)
         self._kept.clear()
         self._release()
         exchange.response_complete = True
-        self._wire.end()
+        if self._is_cut:
+            self._wire.cut()
+        else:
+            self._wire.end()
         exchange.close(self._status)
 
 

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import Callable
 
 from starlette.types import Send
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from inferpool.service.api.exchange import Exchange, pairs_of
 from inferpool.service.api.wire.protocol import HttpConnection
@@ -22,7 +23,7 @@ class SocketStream:
         self._exchange = exchange
         self._is_chunked = not exchange.call.is_old
         framing = b"transfer-encoding: chunked\r\n" if self._is_chunked else b""
-        self._write(b"HTTP/1.1 200 OK\r\n%b%b\r\n" % (lines, framing))
+        self._write(b"%b%b%b\r\n" % (STATUS_LINE[exchange.call.status], lines, framing))
 
     @property
     def is_writable(self) -> bool:
@@ -40,6 +41,14 @@ class SocketStream:
         if not self._connection.transport.is_closing():
             self._connection.end_stream(self._exchange)
 
+    def cut(self) -> None:
+        """Close the connection, so that the client knows that the answer is not whole."""
+        transport = self._connection.transport
+        if self._is_chunked and self.is_writable:
+            transport.close()  # after what was sent
+        else:  # the end of the connection would be that of the answer, or wait for the client
+            transport.abort()
+
     def _write(self, data: bytes) -> None:
         if not self._connection.transport.is_closing():
             self._connection.transport.write(data)
@@ -48,8 +57,9 @@ class SocketStream:
 class AsgiStream:
     """The pieces of one answer that the server has not taken."""
 
-    def __init__(self, lines: bytes, on_writable: Callable[[], None]) -> None:
+    def __init__(self, status: int, lines: bytes, on_writable: Callable[[], None]) -> None:
         """Send nothing yet; `on_writable` is called when the server has taken everything."""
+        self._status = status
         self._lines = lines
         self._on_writable = on_writable
         self._pieces: list[bytes] = []
@@ -57,6 +67,7 @@ class AsgiStream:
         self._num_bytes = 0
         """Bytes that the server has not taken, also those that it is given now."""
         self._is_ended = False
+        self._is_whole = True
         self._sender: asyncio.Task[object] | None = None
 
     @property
@@ -74,6 +85,11 @@ class AsgiStream:
         """End the answer behind what was added."""
         self._is_ended = True
         self._has_more.set()
+
+    def cut(self) -> None:
+        """End without an end, on which servers close the connection."""
+        self._is_whole = False
+        self.end()
 
     def leave(self) -> None:
         """Send nothing more: the client is gone."""
@@ -94,7 +110,7 @@ class AsgiStream:
 
     async def _send_all(self, send: Send) -> None:
         headers = pairs_of(self._lines)
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.start", "status": self._status, "headers": headers})
         while self._pieces or not self._is_ended:
             if not self._pieces:
                 self._has_more.clear()
@@ -105,4 +121,5 @@ class AsgiStream:
             self._num_bytes -= len(body)
             if not self._pieces and not self._is_ended:
                 self._on_writable()
-        await send({"type": "http.response.body", "body": b""})
+        if self._is_whole:
+            await send({"type": "http.response.body", "body": b""})
