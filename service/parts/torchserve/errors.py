@@ -1,0 +1,78 @@
+"""Errors as TorchServe renders them: {"code", "type", "message"}, by the names of its exceptions.
+
+Statuses and names are those of `HttpRequestHandler.java`, `ApiUtils.java` and `ts/service.py` of
+pytorch/serve (0.12), but for keys (401 and 403; it has 400) and deadlines (504; it has none).
+"""
+
+from http import HTTPStatus
+
+from inferpool.service.api.errors import (
+    Answer,
+    ForbiddenError,
+    MethodNotAllowedError,
+    NotFoundError,
+    UnauthorizedError,
+    kind_of,
+    problem,
+)
+from inferpool.service.api.exchange import Call
+from inferpool.service.api.unknown import UnknownVersionError
+from inferpool.service.errors import (
+    ConflictError,
+    ModelFailedError,
+    OverloadedError,
+    ServiceError,
+    SlowBodyError,
+    UnavailableError,
+    UnknownModelError,
+)
+from inferpool.service.parts.json_answers import json_answer, status_of
+from inferpool.service.parts.torchserve.json import error_body
+from inferpool.service.parts.torchserve.paths import asked_in, named_in
+
+NO_RESOURCE = "Requested resource is not found, please refer to API document."
+PREDICTION_FAILED = "Prediction failed"
+"""Its message whatever a handler raised; the log has the rest."""
+_TYPES: dict[type[ServiceError], str] = {
+    UnauthorizedError: "InvalidKeyException",
+    ForbiddenError: "InvalidKeyException",
+    UnknownVersionError: "ModelVersionNotFoundException",
+    UnknownModelError: "ModelNotFoundException",
+    NotFoundError: "ResourceNotFoundException",
+    MethodNotAllowedError: "MethodNotAllowedException",
+    SlowBodyError: "RequestTimeoutException",
+    ConflictError: "ConflictStatusException",
+    OverloadedError: "ServiceUnavailableException",
+    UnavailableError: "ServiceUnavailableException",
+}
+_STATUSES: dict[type[ServiceError], int] = {OverloadedError: 503, ModelFailedError: 503}
+"""Where they are not ours: its clients know these."""
+
+
+def error_answer(error: ServiceError, call: Call, name: str = "") -> Answer:
+    """Render an error; `name` is that of the model, if it is neither in the path nor the query."""
+    bases = type(error).__mro__
+    status = next((_STATUSES[each] for each in bases if each in _STATUSES), status_of(error))
+    others = "InternalServerException" if status >= 500 else "BadRequestException"
+    if kind_of(error).status == HTTPStatus.SERVICE_UNAVAILABLE:
+        others = _TYPES[UnavailableError]
+    kind = next((_TYPES[each] for each in bases if each in _TYPES), others)
+    message = error.message
+    if isinstance(error, UnknownModelError):
+        kind, message = _about_model(error, call, name, kind)
+    elif isinstance(error, ModelFailedError):
+        message = PREDICTION_FAILED
+    _, headers, _ = problem(error, call.request_id, call.path)
+    status, own, body = json_answer(error_body(status, kind, message), status)
+    return status, own + [each for each in headers if each[0] not in dict(own)], body
+
+
+def _about_model(error: UnknownModelError, call: Call, name: str, kind: str) -> tuple[str, str]:
+    """Return the type and the message of an error about a model that is not there."""
+    asked = asked_in(call.path)
+    if asked is None:
+        return _TYPES[NotFoundError], NO_RESOURCE
+    name = name or named_in(call)
+    if isinstance(error, UnknownVersionError) and asked.version:
+        return kind, f"Model version: {asked.version} does not exist for model: {name}"
+    return _TYPES[UnknownModelError], f"Model not found: {name}" if name else error.message

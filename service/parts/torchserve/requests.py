@@ -1,0 +1,149 @@
+"""Bodies of calls to handlers: their parts, as TorchServe hands them over. Runs in the event loop.
+
+A handler gets a dict of parts: fields of a form, fields of the query, or the body itself as "body".
+A worker gets their bytes one after another, and a table of them in the parameters. Source:
+`InferenceRequestHandler.parseRequest` of pytorch/serve (0.12).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from inferpool.service.api.codecs.body import Decoded, Payload
+from inferpool.service.api.codecs.forms import read_parts
+from inferpool.service.api.codecs.requests import check_encoding
+from inferpool.service.api.errors import LargeHeadError
+from inferpool.service.api.exchange import Call, Exchange
+from inferpool.service.errors import TooLargeError
+from inferpool.service.parts.torchserve.paths import MAX_FIELDS, Asked, fields_of
+from inferpool.service.queue.instance import Buffer
+
+_FORM, _ENCODED = b"multipart/form-data", b"application/x-www-form-urlencoded"
+_FILE_TYPE = "application/octet-stream"
+"""The type of a file that says none (Netty, `HttpPostBodyUtil.DEFAULT_BINARY_CONTENT_TYPE`)."""
+_MAX_HEADERS, _MAX_BYTES = 64, 16 * 1024
+"""What a handler is told of a call: the headers, and the names and types of parts."""
+_NOT_PASSED = frozenset((b"x-request-id", b"traceparent", b"tracestate"))
+"""They differ from call to call, and the quarantine compares parameters. Handlers have the id."""
+_KEY = b"authorization"
+
+
+class Field(NamedTuple):
+    """One part of a call."""
+
+    name: str
+    content: bytes
+    media_type: str = ""
+
+
+def read_form(call: Call, chunks: Sequence[Buffer]) -> list[Field] | None:
+    """Return the parts of a form; None if the body is none.
+
+    Raises:
+        BadRequestError: It is no form, or ends early.
+        TooLargeError: It has too many parts.
+        UnsupportedTypeError: It is compressed.
+    """
+    check_encoding(call.headers)
+    given = call.headers.get(b"content-type", b"")
+    media_type = _bare(given)
+    if media_type == _ENCODED:
+        pairs = fields_of(b"".join(chunks))
+        fields = [Field(name.decode(errors="replace"), value) for name, value in pairs]
+    elif media_type == _FORM:
+        fields = []
+        for segment, content in read_parts(given, [b"".join(chunks)], MAX_FIELDS):
+            assert content is not None  # nothing is too long
+            # Only files have types there; what their charset is makes no difference.
+            kind = (segment.content_type or _FILE_TYPE) if segment.filename is not None else ""
+            fields.append(Field(segment.name, content, kind.partition(";")[0].strip().lower()))
+    else:
+        return None
+    if len(fields) > MAX_FIELDS:
+        raise TooLargeError(f"the form has more than {MAX_FIELDS} fields")
+    return fields
+
+
+def read_call(
+    exchange: Exchange, asked: Asked, form: Sequence[Field] | None, chunks: Sequence[Buffer]
+) -> Decoded:
+    """Return the only instance of a call, with its parameters.
+
+    Args:
+        exchange: The call.
+        asked: What its path asks for.
+        form: The parts of its body; None if it is no form.
+        chunks: Its body.
+
+    Raises:
+        LargeHeadError: It has too many headers, or too long ones.
+        TooLargeError: It has too many fields, or too long names of them.
+    """
+    call = exchange.call
+    pairs = fields_of(call.query) if asked.has_fields else []
+    fields = [Field(name.decode(errors="replace"), value) for name, value in pairs]
+    if len(fields) > MAX_FIELDS:
+        raise TooLargeError(f"the query has more than {MAX_FIELDS} fields")
+    pieces: Sequence[Buffer] = chunks
+    table: list[tuple[str, int, int, str, str]] = []
+    num_bytes = 0
+    if form is None:
+        media_type = _bare(call.headers.get(b"content-type", b"")).decode("latin-1")
+        num_bytes = sum(map(len, chunks))
+        table.append(("body", 0, num_bytes, _kind_of(media_type), media_type))
+    elif form or fields:
+        pieces = []
+    added: list[Buffer] = []
+    after: list[tuple[str, int, int, str, str]] = []
+    for rows, some in ((after, fields), (table, form or ())):
+        for name, content, media_type in some:
+            end = num_bytes + len(content)
+            rows.append((name, num_bytes, end, _kind_of(media_type), media_type))
+            added.append(content)
+            num_bytes = end
+    if sum(len(row[0]) + len(row[4]) for row in (*after, *table)) > _MAX_BYTES:
+        raise TooLargeError(f"the names and types of the parts are longer than {_MAX_BYTES} bytes")
+    parameters = msgspec.json.encode(
+        {
+            "parts": [*after, *table],  # of one name, the last counts
+            "headers": _headers_of(exchange, asked),
+            "envelope": True,
+        }
+    )
+    payload = Payload("bytes", [*pieces, *(each for each in added if each)] or (b"",))
+    is_whole = form is None and not fields
+    return Decoded([payload], is_batch=False, parameters=parameters, is_whole=is_whole)
+
+
+def _headers_of(exchange: Exchange, asked: Asked) -> dict[str, str]:
+    """Return the headers that a handler may ask for.
+
+    Raises:
+        LargeHeadError: They are too many, or too long.
+    """
+    headers, guard = exchange.call.headers, exchange.predict.guard
+    found = {
+        name.decode("latin-1"): value.decode("latin-1")
+        for name, value in headers.items()
+        if name not in _NOT_PASSED and not (guard is not None and name == _KEY)
+    }
+    if len(found) > _MAX_HEADERS or sum(map(len, (*found, *found.values()))) > _MAX_BYTES:
+        raise LargeHeadError(
+            f"a handler is given {_MAX_HEADERS} headers of {_MAX_BYTES} bytes in all at most; send "
+            "fewer or shorter ones"
+        )
+    if not asked.has_fields:
+        found |= {"url_path": asked.rest, "explain": "False"}
+    return found
+
+
+def _kind_of(media_type: str) -> str:
+    """Return how a worker hands over a part, as `otf_message_handler.py` of TorchServe does."""
+    if media_type == "application/json":
+        return "json"
+    return "text" if media_type.startswith("text") else "bytes"
+
+
+def _bare(content_type: bytes) -> bytes:
+    return content_type.partition(b";")[0].strip().lower()
