@@ -24,13 +24,22 @@ MAX_CONFIG_BYTES = 1 << 20
 BUILT_IN_HANDLERS = (
     "image_classifier", "object_detector", "image_segmenter", "text_classifier", "base_handler",
 )  # fmt: skip
-_NUMBERS = (
+NUMBERS = (
     "minWorkers", "maxWorkers", "batchSize", "maxBatchDelay", "responseTimeout", "startupTimeout"
 )  # fmt: skip
 _NUMBER = re.compile(
-    rf"""^["']?({"|".join(_NUMBERS)})["']?[ \t]*:[ \t]+(\d{{1,9}})[ \t]*(?:\#.*)?$""",
+    rf"""^["']?({"|".join(NUMBERS)})["']?[ \t]*:[ \t]+(\d{{1,9}})[ \t]*(?:\#.*)?$""",
     re.MULTILINE | re.ASCII,
 )
+"""Numbers of `model-config.yaml`, which the front end reads without a parser of YAML: `key: 4` at
+the start of a line of a block mapping is a key of the whole."""
+_ON_CPU = re.compile(r"""^deviceType[ \t]*:[ \t]+["']?cpu["']?[ \t]*(?:#.*)?$""", re.M | re.I)
+_IN_PARTS = re.compile(
+    r"^(?:(torchrun|parallelType)[ \t]*:"
+    r"|(continuousBatching|sequenceBatching|asyncCommunication)[ \t]*:[ \t]*(?:true|yes|on)\b)",
+    re.MULTILINE | re.IGNORECASE,
+)
+"""Keys of archives for workers of another kind."""
 _CODE_SUFFIX = ".py"
 
 
@@ -103,6 +112,11 @@ class Archived:
         if not self.config_text:
             return {}
         return read_config(self.config_text, f"{self.path}: {self.model.config_file}")
+
+    @property
+    def is_for_cpu(self) -> bool:
+        """It asks for the CPU, whatever the host has."""
+        return _ON_CPU.search(self.config_text) is not None
 
     @property
     def num_bytes(self) -> int:
@@ -200,7 +214,12 @@ def _facts_of(path: Path, files: Mapping[str, int], read: Any) -> Archived:
     if model.config_file:
         text = read(model.config_file, MAX_CONFIG_BYTES).decode("utf-8", "replace")
         numbers = {key: int(value) for key, value in _NUMBER.findall(text)}
-        unread = tuple(key for key in _NUMBERS if key in text and key not in numbers)
+        if found := _IN_PARTS.search(text):
+            raise SourceError(
+                f"{path}: {model.config_file} sets {found[1] or found[2]}, which is not served: a "
+                "worker here has the whole model, and takes one batch after another"
+            )
+        unread = tuple(key for key in (*NUMBERS, "deviceIds") if key in text and key not in numbers)
     return Archived(
         path=path,
         model=model,

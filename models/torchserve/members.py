@@ -219,9 +219,11 @@ class _ZipReader:
         names = _Names(self._path, self._num_packed)
         infos = self._archive.infolist()
         for info in infos:
-            if why := _fault_of(info):
-                raise names.refusal(info.orig_filename, why)
             name = info.orig_filename
+            if why := fault_of_name(name.removesuffix("/")):
+                raise names.refusal(name, f"its name {why}")
+            if why := _fault_of(info):
+                raise names.refusal(name, why)
             names.check(name.removesuffix("/"), info.file_size, is_folder=info.is_dir())
         end = 0
         for info in sorted(infos, key=lambda each: each.header_offset):

@@ -66,8 +66,11 @@ class Draft:
         self._trace_problem = ""
         """Mistake in the variables of OpenTelemetry, all of which are ignored then."""
 
-    def add_table(self, table: Mapping[str, object], origin: str) -> None:
-        """Add the settings of a file."""
+    def add_table(
+        self, table: Mapping[str, object], origin: str, warnings: Sequence[str] = ()
+    ) -> None:
+        """Add the settings of a file, and warnings about it."""
+        self._warnings += warnings
         path = origin.removeprefix("file ")
         for name, value in table.items():
             if name == "models":

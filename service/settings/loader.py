@@ -107,8 +107,8 @@ def load(
     if file:
         draft.add_table(table, f"file {file}")
     for find in map(attached, OTHER_SETTINGS):
-        for found, place in find(flags, environ, table, cwd):
-            draft.add_table(found, place)
+        for found in find(flags, environ, table, cwd):
+            draft.add_table(*found)
     draft.add_environment(environ)
     if model := flags.get("model"):
         draft.choose(model)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from inferpool.service.settings.names import PREFIX
 from inferpool.service.settings.platforms import Found
 
 
@@ -10,4 +11,10 @@ def settings_of_torchserve(
     flags: Mapping[str, str], environ: Mapping[str, str], file: Mapping[str, object], cwd: Path
 ) -> Iterator[Found]:
     """Yield the settings of the file that the setting `torchserve` names."""
-    yield from ()
+    path = flags.get("torchserve") or environ.get(f"{PREFIX}TORCHSERVE") or file.get("torchserve")
+    if not isinstance(path, str) or not path:
+        return
+    from inferpool.service.settings.properties import settings_of
+
+    meaning = settings_of(Path(path), environ, cwd)
+    yield meaning.table, f"file {path}", meaning.warnings

@@ -132,6 +132,7 @@ def check_refused(path: Path, why: str, tmp_path: Path) -> None:
     ("name", "why"),
     [
         ("/etc/passwd", "absolute"),
+        ("/", "is empty"),
         ("../x", "below the archive's folder"),
         ("a/../../x", "below the archive's folder"),
         ("./x", "below the archive's folder"),
@@ -227,9 +228,14 @@ def test_encrypted_overlapping_and_lying_members_are_refused(tmp_path: Path) -> 
     struct.pack_into("<H", encrypted, first + 8, 1)
     overlapping = bytearray(whole)
     struct.pack_into("<I", overlapping, second + 42, 0)
+    nameless = whole[: first + 28] + bytes(2) + whole[first + 30 : first + 46] + whole[first + 47 :]
     larger = bytearray(whole)
     struct.pack_into("<I", larger, first + 24, 501)
-    for content, why in ((encrypted, "encrypted"), (overlapping, "bytes are those of another")):
+    for content, why in (
+        (encrypted, "encrypted"),
+        (overlapping, "bytes are those of another"),
+        (nameless, "empty|damaged"),
+    ):
         path.write_bytes(content)
         check_refused(path, why, tmp_path)
     path.write_bytes(larger)

@@ -1,0 +1,63 @@
+"""Says what an archive of TorchServe means in the settings of a model. No torch."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from inferpool.models.errors import SourceError
+from inferpool.models.torchserve.archive import Archived, read_facts
+
+_PREFIX = "torchserve:"
+
+
+def settings_of_archive(
+    facts: Archived, given: Mapping[str, int] | None = None
+) -> dict[str, object]:
+    """Return the settings that an archive asks for.
+
+    A handler of the archive's own gets one input at a time unless `batchSize` says more: that is
+    what TorchServe does, and many handlers count on it.
+
+    Args:
+        facts: The archive.
+        given: Numbers that hold where it has none, by their names in `model-config.yaml`.
+    """
+    own = {key: value for key, value in facts.numbers.items() if value > 0}
+    least, most = own.get("minWorkers", 0), own.get("maxWorkers", 0)
+    if not 0 < least <= most:  # TorchServe then uses neither
+        own = {key: value for key, value in own.items() if not key.endswith("Workers")}
+    numbers = {**(given or {}), **own}
+    found: dict[str, object] = {}
+    if size := numbers.get("batchSize"):
+        found["max_batch_size"] = size
+    elif facts.model.handler_file is not None:
+        found["max_batch_size"] = 1
+    if delay := numbers.get("maxBatchDelay"):
+        found["batch_wait_ms"] = float(delay)
+    if workers := numbers.get("minWorkers"):
+        found["replicas"] = workers
+    if timeout := numbers.get("responseTimeout"):
+        found["batch_timeout_s"] = float(timeout)
+    if timeout := numbers.get("startupTimeout"):
+        found["load_timeout_s"] = float(timeout)
+    if facts.is_for_cpu:
+        found["devices"] = "cpu"
+    return found
+
+
+def settings_of_source(source: str) -> dict[str, object]:
+    """Return the settings that a source asks for, if it is an archive that can be read."""
+    facts = _facts_of(source)
+    return {} if facts is None else settings_of_archive(facts)
+
+
+def name_of_source(source: str) -> str | None:
+    """Return the name that an archive gives its model; None if the source is none."""
+    facts = _facts_of(source)
+    return None if facts is None else facts.name
+
+
+def _facts_of(source: str) -> Archived | None:
+    try:
+        return read_facts(Path(source.removeprefix(_PREFIX)))
+    except (SourceError, OSError, ValueError):
+        return None  # what loads it will report it
