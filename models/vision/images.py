@@ -9,6 +9,7 @@ import ctypes
 from collections.abc import Callable
 from functools import cache, partial
 from io import BytesIO
+from typing import TypeVar
 
 from PIL import ExifTags, Image, ImageChops, _imaging
 from PIL.BmpImagePlugin import BmpImageFile
@@ -28,6 +29,7 @@ from inferpool.models.upload import Upload
 from inferpool.models.vision.containers import check_container, check_exif
 from inferpool.models.vision.gray import samples_of, to_8_bits
 
+_Decoded = TypeVar("_Decoded")
 _OPENERS: dict[bytes, type[ImageFile]] = {
     b"\xff\xd8\xff": JpegImageFile,
     b"\x89PNG\r\n\x1a\n": PngImageFile,
@@ -120,6 +122,52 @@ def decode_scaled(
     Raises:
         InputError: See `decode_image`.
     """
+
+    def upright(image: ImageFile, data: bytes) -> tuple[Image.Image, tuple[int, int]]:
+        width, height = image.size
+        if isinstance(image, JpegImageFile):
+            image = _loaded_jpeg(data, image, least_edge)
+        else:
+            image.load()
+        turn = _turn(image)
+        turned = image if turn is None else image.transpose(turn)
+        turned = to_8_bits(turned, samples_of(image, data))
+        return _to_rgb(turned), (height, width) if turn in _QUARTER_TURNS else (width, height)
+
+    return _read(data, max_pixels, check, upright)
+
+
+def decode_as_stored(
+    data: bytes | bytearray,
+    *,
+    max_pixels: int = MAX_IMAGE_PIXELS,
+    check: Callable[[tuple[int, int]], None] = lambda _: None,
+) -> Image.Image:
+    """Decode a picture with its own mode and orientation, as Pillow alone does.
+
+    Args:
+        data: One encoded picture.
+        max_pixels: See `decode_image`.
+        check: See `decode_image`.
+
+    Raises:
+        InputError: See `decode_image`.
+    """
+
+    def loaded(image: ImageFile, _: bytes) -> Image.Image:
+        image.load()
+        return image
+
+    return _read(data, max_pixels, check, loaded)
+
+
+def _read(
+    data: bytes | bytearray | memoryview,
+    max_pixels: int,
+    check: Callable[[tuple[int, int]], None],
+    decode: Callable[[ImageFile, bytes], _Decoded],
+) -> _Decoded:
+    """Open a picture, check what its file says, and decode it."""
     if not len(data):
         raise InputError("the image is empty: 0 bytes")
     data = bytes(data)  # `BytesIO` shares what is bytes, and copies anything else
@@ -140,15 +188,7 @@ def decode_scaled(
         if isinstance(image, TiffImageFile):
             _silence_libtiff()
             _check_tile(image)
-        width, height = image.size
-        if isinstance(image, JpegImageFile):
-            image = _loaded_jpeg(data, image, least_edge)
-        else:
-            image.load()
-        turn = _turn(image)
-        upright = image if turn is None else image.transpose(turn)
-        upright = to_8_bits(upright, samples_of(image, data))
-        return _to_rgb(upright), (height, width) if turn in _QUARTER_TURNS else (width, height)
+        return decode(image, data)
     except InputError:
         raise
     except Exception as error:  # hostile bytes make Pillow raise almost anything
