@@ -146,7 +146,7 @@ class BaseHandler(ABC):  # noqa: B024 - users' classes expect an abstract one th
                 "others into files of their own (--extra-files)"
             )
         network: nn.Module = classes[0]()
-        if model_pt_path:
+        if model_pt_path and network.state_dict():
             load_weights(network, model_pt_path)
         return network
 

@@ -1,14 +1,14 @@
 """TorchServe's handlers for pictures: the same pixels and answers. Worker processes only.
 
-A picture keeps its own mode and orientation, since TorchServe converts neither: one with alpha, or
-a gray one, does not fit a network of three colours there either.
+A picture keeps its own mode and orientation, since TorchServe changes neither: a gray one, or one
+with alpha, does not fit a network of three colours there either.
 """
 
 import base64
 from typing import Any
 
 import torch
-from torchvision import transforms
+from torchvision import transforms  # type: ignore[import-untyped]  # it ships no annotations
 
 from inferpool.models.spec import MAX_IMAGE_PIXELS
 from inferpool.models.torchserve.handlers.base import BaseHandler, timed
