@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.bench import (
+    archives,
     batches,
     bodies,
     entries,
@@ -56,6 +57,7 @@ BENCHMARKS = {
     "bodies": bodies.bodies,
     "protocols": protocols.protocols,
     "texts": texts.texts,
+    "archives": archives.archives,
     "soak": soak.soak,
 }
 
