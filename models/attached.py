@@ -87,6 +87,10 @@ OTHERS = {
     "forget a load": "inferpool.models.speed.attempts:forget_load",
     "settings of platforms": "inferpool.service.settings.platforms:settings_of_platform",
     "settings of TorchServe": "inferpool.service.settings.torchserve:settings_of_torchserve",
+    "model of a folder": "inferpool.service.settings.model_folder:table_of_folder",
+    "source in a folder": "inferpool.service.settings.model_folder:source_in",
+    "model of a URI": "inferpool.service.settings.model_folder:table_of_uri",
+    "warnings of platforms": "inferpool.service.settings.platforms:warnings_of_platform",
 }
 OTHER_SETTINGS = ("settings of platforms", "settings of TorchServe")
 """Functions that find settings elsewhere than in our file, variables and flags; a later one counts

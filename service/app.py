@@ -233,7 +233,7 @@ def assemble(
     if settings.speed_search and own_host:
         search = SpeedSearch(find_speed, grace_s=settings.drain_timeout_s)
     changes = None
-    if settings.admin_keys or settings.watch is not None:
+    if settings.admin_keys or settings.has_own_changes:
         changes = _make_changes(service, search, own_host)
     shown = ShownModels(service.catalog) if changes is None else changes.shown
     service.catalog.on_load.append(_add_policies)
@@ -310,7 +310,7 @@ def _in_order(
         ),
         *([_tei(service)] if settings.tei else []),
         *([] if settings.torchserve is None else [_torchserve(assembly)]),
-        *_platforms(settings),
+        *_platforms(assembly),
         # Last, since the routes of the documentation come in this order.
         *([] if jobs is None else [_jobs(jobs, assembly)]),
         # It asks for all of the above, and ends before them.
@@ -432,12 +432,13 @@ def _torchserve(assembly: Assembly) -> Part:
     return make_torchserve(assembly.service, assembly.guard, assembly.changes)
 
 
-def _platforms(settings: Settings) -> list[Part]:
-    if not settings.sagemaker and settings.vertex_health_route is None:
+def _platforms(assembly: Assembly) -> list[Part]:
+    settings = assembly.service.settings
+    if not (settings.sagemaker or settings.sagemaker_models or settings.vertex_health_route):
         return []
     from inferpool.service.parts.platforms.part import parts_of_platforms
 
-    return parts_of_platforms(settings)
+    return parts_of_platforms(settings, assembly.service.catalog, assembly.changes)
 
 
 def _speed_search(search: SpeedSearch, service: Service) -> Part:

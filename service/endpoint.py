@@ -44,6 +44,7 @@ def make_guard(settings: Settings) -> Guard:
         tells_apart=settings.key_share < 1,
         share=settings.per_key_share,
         only_predictions=settings.only_predictions,
+        loads_models=settings.sagemaker_models is not None,
     )
 
 

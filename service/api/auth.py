@@ -19,6 +19,7 @@ Access = Literal["predict", "metrics", "admin"]
 Policy = Literal["open", "predict", "metrics", "admin"]
 """The key that a path needs; none if it is open."""
 
+MODELS = "/models"
 POLICIES: Mapping[str, Policy] = {
     "/": "open",
     "/page": "open",
@@ -50,7 +51,7 @@ POLICIES: Mapping[str, Policy] = {
     "/ping": "open",
     "/predictions": "predict",
     "/invocations": "predict",
-    "/models": "admin",
+    MODELS: "admin",
 }
 """The policy of a path and of everything below it; the longest match counts. "/" means itself
 alone. A route that is to be open stands here itself: none is so because of a path above it."""
@@ -89,15 +90,16 @@ class Guard:
         tells_apart: bool = False,
         share: float = 1.0,
         only_predictions: bool = False,
+        loads_models: bool = False,
     ) -> None:
         """Store the keys of each kind. Without keys, calls are open and admin paths do not exist.
 
-        With `only_predictions`, only calls that predict and probes exist.
-        If it tells predict keys apart, each has a number, which is the same in every process. One
-        caller may have the part `share` of what others leave.
+        With `only_predictions`, only calls that predict and probes exist. With `loads_models`, who
+        may predict may ask for /models. If it tells predict keys apart, each has a number, which is
+        the same in every process. One caller may have the part `share` of what others leave.
         """
         self.share = share
-        self._only_predictions = only_predictions
+        self._only_predictions, self._loads_models = only_predictions, loads_models
         given: Mapping[Access, Keys] = {
             "predict": predict or Keys(),
             "metrics": metrics or predict or Keys(),
@@ -131,9 +133,12 @@ class Guard:
             ForbiddenError: Its key is for something else.
         """
         policy = policy_of(path)
+        if self._loads_models and (path == MODELS or path.startswith(f"{MODELS}/")):
+            policy = "predict"
         is_closed = self._only_predictions and policy != "predict" and path not in PROBES
         if policy is None or is_closed or (policy == "admin" and "admin" not in self._restricted):
-            raise NotFoundError(f"there is nothing at {path[:200]}; /docs lists what there is")
+            hint = "" if self._only_predictions else "; /docs lists what there is"
+            raise NotFoundError(f"there is nothing at {path[:200]}{hint}")
         if policy != "open":
             self.check(policy, headers)
 

@@ -52,6 +52,9 @@ from inferpool.service.settings.tracing import (
     values_from,
 )
 
+MODELS_LATER = ("watch", "sagemaker_models", "torchserve")
+"""Settings with which a service may start without any model."""
+
 
 class Draft:
     """The values given so far, the origin of each, and the problems found."""
@@ -278,8 +281,13 @@ class Draft:
                 for name in self._models:
                     self._set(("models", name, field), value, origin)
 
+    @property
+    def _may_be_empty(self) -> bool:
+        """Models are to come later."""
+        return any(self._values.get((name,)) for name in MODELS_LATER)
+
     def _add_default_model(self) -> None:
-        if not self._models and self._values.get(("watch",)) is None:
+        if not self._models and not self._may_be_empty:
             self._models[slug(DEFAULT_SOURCE)] = "default"
             self._set(("models", slug(DEFAULT_SOURCE), "source"), DEFAULT_SOURCE, "default")
 
@@ -298,8 +306,7 @@ class Draft:
         for key, fault in path_faults(self._values):
             self._problems.append(f"{self._place(key)}: {shown(self._values[key])} {fault}")
         chosen = self._values["default_model",]
-        is_watching = self._values.get(("watch",)) is not None  # for models that are to come
-        if isinstance(chosen, str) and chosen not in self._models and not is_watching:
+        if isinstance(chosen, str) and chosen not in self._models and not self._may_be_empty:
             hint = did_you_mean(chosen, list(self._models))
             self._problems.append(
                 f"{self._place(('default_model',))}: {shown(chosen)} is not one of the models; "

@@ -114,6 +114,7 @@ def load(
         draft.choose(model)
     draft.add_flags(flags)
     settings, origins, warnings = draft.finish(cwd, pipe_wait_s=pipe_wait_s)
+    warnings = [*warnings, *attached("warnings of platforms")(origins)]
     own_file = None if model else file
     settings = _with_job_store(settings, own_file, settings.port, environ, cwd)
     loaded = LoadedSettings(settings=settings, origins=origins, warnings=warnings)

@@ -155,6 +155,9 @@ class Settings(SettingsTable):
     """Serve as TorchServe does by this `config.properties`: its archives, paths and addresses."""
     sagemaker: bool = False
     """Serve the paths of a container of Amazon SageMaker too: /ping and /invocations."""
+    sagemaker_models: Text | None = None
+    """The folder below which SageMaker may have models loaded at /models, without a key; from
+    SAGEMAKER_MULTI_MODEL."""
     vertex_predict_route: Text | None = None
     """The path for calls as Vertex AI makes them; from AIP_PREDICT_ROUTE."""
     vertex_health_route: Text | None = None
@@ -324,6 +327,13 @@ class Settings(SettingsTable):
     _check_certificate = field_validator("cluster_certificate")(_beside("cluster_authority"))
     _check_cluster_key = field_validator("cluster_key")(_beside("cluster_certificate"))
 
+    @field_validator("sagemaker")
+    @classmethod
+    def _check_sagemaker(cls, sagemaker: bool, info: ValidationInfo) -> bool:
+        if sagemaker and info.data.get("torchserve") is not None:
+            raise ValueError("has other meanings of /ping and /models than torchserve; leave one")
+        return sagemaker
+
     @field_validator("cluster_port")
     @classmethod
     def _check_cluster(cls, port: int | None, info: ValidationInfo) -> int | None:
@@ -352,6 +362,11 @@ class Settings(SettingsTable):
     def key_share(self) -> float:
         """The `per_key_share` in force: 1, which is no bound, where no two keys could share."""
         return self.per_key_share if len(self.predict_keys) > 1 else 1.0
+
+    @property
+    def has_own_changes(self) -> bool:
+        """Models come and go without an operator's key."""
+        return any((self.watch, self.sagemaker_models, self.torchserve))
 
     @property
     def has_jobs(self) -> bool:

@@ -44,6 +44,7 @@ HOST = {
     "tei": True,
     "torchserve": "config.properties",
     "sagemaker": True,
+    "sagemaker_models": "/models",
     "vertex_predict_route": "/v1/endpoints/1/deployedModels/2:predict",
     "vertex_health_route": "/v1/endpoints/1/deployedModels/2",
     "only_predictions": True,

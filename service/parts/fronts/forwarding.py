@@ -34,7 +34,7 @@ _CONNECTION_HEADERS = frozenset(
     b"connection keep-alive proxy-connection te trailer transfer-encoding upgrade expect".split()
 )
 """Headers of one connection, which are not forwarded (RFC 9110, 7.6.1)."""
-_WITH_BODY = ("/admin/models", "/v2/repository/")
+_WITH_BODY = ("/admin/models", "/v2/repository/", "/models")
 """Calls to paths that begin so may have a body."""
 _ANY_TASK = "/any_task"
 """The end of paths of the exchange that calls to / and /tei/NAME are for, with the setting tei."""

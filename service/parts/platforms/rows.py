@@ -1,0 +1,215 @@
+"""Bodies and answers of SageMaker as CSV, as JSON lines and as JSON. Runs in the event loop.
+
+What these mean is not said by AWS, but by the toolkit sagemaker-inference (`decoder.py`,
+`encoder.py`): the first dimension of a body is that of its instances, and so it is with answers.
+"""
+
+import csv
+import io
+import math
+import re
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from inferpool.models.json_errors import BYTE_ORDER_MARK, JsonErrors
+from inferpool.service.api.codecs.body import BodyContext, Decoded, Payload
+from inferpool.service.api.codecs.json import SPACE, decode_instance, decode_json, reader_of
+from inferpool.service.errors import (
+    BadRequestError,
+    InvalidInputError,
+    NotAcceptableError,
+    ServiceError,
+    TooLargeError,
+)
+
+_LIST_OF_INSTANCES = re.compile(rb'\[[ \t\r\n]*[\[{"]')
+"""The start of a list of instances; a list of anything else is one instance."""
+_HEADER = re.compile(rb";\s*header\s*=\s*\"?present\b", re.IGNORECASE)
+"""The parameter for a first row with the names of columns (RFC 4180, 3)."""
+_numbers = msgspec.json.Decoder(list[float])
+_any = msgspec.json.Decoder()
+_members = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_MAX_DEPTH = 4
+"""Levels of an answer that become cells of one row."""
+
+
+def decode_any_json(chunks: Sequence[bytes], head: BodyContext) -> tuple[Decoded, bool]:
+    """Read JSON: `instances` as by `/predict`, or a list of instances, or one instance.
+
+    Returns:
+        The instances, and whether the body has the member `instances`.
+
+    Raises:
+        ServiceError: It cannot be read.
+    """
+    text = _text_of(chunks, head)
+    if not head.interface.envelope:
+        return decode_json([text], head), False
+    if text[:1] == b"{" and b'"instances"' in text and _has_instances(text):
+        return decode_json([text], head), True
+    if _LIST_OF_INSTANCES.match(text):
+        try:
+            return decode_json([b'{"instances":%b}' % text], head), False
+        except BadRequestError:
+            decode_instance(text)  # it names the place in the body as the client has sent it
+            raise
+    return Decoded([decode_instance(text, head.interface)], is_batch=False), False
+
+
+def decode_lines(chunks: Sequence[bytes], head: BodyContext) -> Decoded:
+    """Read JSON lines: one instance in each.
+
+    Raises:
+        ServiceError: It cannot be read.
+    """
+    payloads = []
+    for number, line in _lines_of(_text_of(chunks, head), head.limits.max_instances):
+        try:
+            payloads.append(decode_instance(line, head.interface))
+        except ServiceError as error:
+            raise type(error)(f"line {number}: {error.message}") from None
+    return Decoded(payloads, is_batch=True)
+
+
+def decode_csv(content_type: bytes, chunks: Sequence[bytes], head: BodyContext) -> Decoded:
+    """Read CSV: one instance in each row.
+
+    A row is a list of numbers and texts, or an object if the first row names the columns; a row
+    with a single text is that text.
+
+    Raises:
+        ServiceError: It cannot be read.
+    """
+    text = _text_of(chunks, head)
+    has_names = _HEADER.search(content_type) is not None
+    most = head.limits.max_instances
+    read = reader_of(head.interface)
+    if not has_names and b'"' not in text:
+        lines = (line for _, line in _lines_of(text, most))
+        return Decoded([read(memoryview(_row_of(line))) for line in lines], is_batch=True)
+    payloads: list[Payload] = []
+    names: list[str] | None = None
+    for row in _rows_of(text):
+        if has_names and names is None:
+            names = row
+            continue
+        if len(payloads) == most:
+            raise _too_many(most)
+        if names is not None and len(row) != len(names):
+            raise InvalidInputError(
+                f"row {len(payloads) + 1}: has {len(row)} values, and the first row has "
+                f"{len(names)} names"
+            )
+        values = list(map(_value_of, row))
+        value = values if names is None else dict(zip(names, values, strict=True))
+        payloads.append(read(memoryview(_encoded(value))))
+    if not payloads:
+        raise InvalidInputError("the body has no row")
+    return Decoded(payloads, is_batch=True)
+
+
+def csv_of(values: Sequence[bytes]) -> bytes:
+    """Render answers as rows, with the numbers and texts of each in their order.
+
+    Raises:
+        NotAcceptableError: One is nested too deep for a row.
+    """
+    stream = io.StringIO(newline="")
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerows(list(_cells_of(_any.decode(value))) for value in values)
+    return stream.getvalue().encode()
+
+
+def _cells_of(value: object, depth: int = 0) -> Iterator[object]:
+    if depth > _MAX_DEPTH:
+        raise NotAcceptableError("Accept: text/csv: the answer is nested too deep for a row")
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _cells_of(each, depth + 1)
+    else:
+        yield value
+
+
+def _text_of(chunks: Sequence[bytes], head: BodyContext) -> bytes:
+    most = head.limits.max_json_bytes
+    if sum(map(len, chunks)) > most:
+        raise TooLargeError(
+            f"the body is larger than {most} bytes, the limit for texts (the setting "
+            "max_json_bytes)"
+        )
+    text = b"".join(chunks).removeprefix(BYTE_ORDER_MARK).strip(SPACE)
+    if not text:
+        raise InvalidInputError("the body is empty")
+    try:
+        if not text.isascii():
+            text.decode()
+    except UnicodeDecodeError as error:
+        raise BadRequestError(f"the body: byte {error.start} is not UTF-8") from None
+    return text
+
+
+def _has_instances(text: bytes) -> bool:
+    try:
+        return "instances" in _members.decode(text)
+    except JsonErrors:
+        return True  # `decode_json` says what is wrong
+
+
+def _lines_of(text: bytes, most: int) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines that are not blank, with their numbers."""
+    if text.count(b"\n") >= most and sum(1 for line in text.split(b"\n", 2 * most) if line) > most:
+        raise _too_many(most)
+    num = 0
+    for number, line in enumerate(io.BytesIO(text), 1):
+        if line.strip(SPACE):
+            num += 1
+            if num > most:
+                raise _too_many(most)
+            yield number, line.strip(SPACE)
+
+
+def _too_many(most: int) -> TooLargeError:
+    return TooLargeError(
+        f"the body has more than {most} instances, the limit for one request (the setting "
+        "max_instances_per_request)"
+    )
+
+
+def _row_of(line: bytes) -> bytes:
+    """Return a row without quotes as JSON."""
+    row = b"[%b]" % line
+    try:
+        _numbers.decode(row)
+    except JsonErrors:
+        return _encoded(list(map(_value_of, line.decode().split(","))))
+    return row
+
+
+def _rows_of(text: bytes) -> Iterator[list[str]]:
+    try:
+        for row in csv.reader(io.StringIO(text.decode(), newline=""), strict=True):
+            if row:
+                yield row
+    except csv.Error as error:
+        raise BadRequestError(f"the body is not CSV: {error}") from None
+
+
+def _encoded(row: "list[object] | dict[str, object]") -> bytes:
+    if isinstance(row, list) and len(row) == 1 and isinstance(row[0], str):
+        return msgspec.json.encode(row[0])
+    return msgspec.json.encode(row)
+
+
+def _value_of(cell: str) -> object:
+    """Return the number or the text of a cell; nothing if it is empty."""
+    bare = cell.strip(" \t")
+    if not bare:
+        return None
+    try:
+        number = float(bare)
+    except ValueError:
+        return cell
+    if not math.isfinite(number) or "_" in bare:
+        return cell
+    return int(bare) if bare.lstrip("+-").isdecimal() and len(bare) < 19 else number
