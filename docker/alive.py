@@ -1,7 +1,7 @@
 """Ask the service in this container whether it is alive: exit status 0 if so, else 1.
 
 Run as `python -I -S alive.py [live|ready]`: that takes milliseconds, since engines run it often.
-The variable INFERPOOL_PORT has the port.
+The port is in INFERPOOL_PORT, or in the variable of a platform, as for the service itself.
 
 An agent answers no calls. `alive.py joined PORT` looks whether it is connected to the cluster port
 of a front end, and `alive.py agent PORT` whether it has noticed each end of such a connection.
@@ -11,6 +11,10 @@ import os
 import socket
 import sys
 
+_PORTS = ("INFERPOOL_PORT", "AIP_HTTP_PORT", "SAGEMAKER_BIND_TO_PORT", "PORT")
+"""Variables with the port, those that win first; see `service/settings/platforms.py`."""
+_SAGEMAKER_PORT = 8080
+"""The port where SageMaker runs this container without a variable."""
 _CONNECTED, _CLOSED_BY_OTHER = 1, 8
 """States of connections in /proc/net/tcp: ESTABLISHED and CLOSE_WAIT of Linux."""
 
@@ -20,9 +24,8 @@ def main() -> int:
     what = sys.argv[1] if len(sys.argv) > 1 else "live"
     if what in ("joined", "agent"):
         return _look_at_agent(what, int(sys.argv[2]))
-    port = int(os.environ.get("INFERPOOL_PORT", "8000"))
     try:
-        with socket.create_connection(("127.0.0.1", port), timeout=3) as connection:
+        with _connected() as connection:
             if os.environ.get("INFERPOOL_TLS_CERTIFICATE"):
                 connection = _encrypted(connection)
             request = f"GET /health/{what} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
@@ -34,6 +37,19 @@ def main() -> int:
     status_line = answer.partition(b"\r\n")[0].decode("latin-1")
     sys.stdout.write(f"{status_line}\n")
     return 0 if status_line.split()[1:2] == ["200"] else 1
+
+
+def _connected() -> socket.socket:
+    """Connect to the service."""
+    given = (os.environ.get(name, "") for name in _PORTS)
+    # Kubernetes gives a service called "inferpool" INFERPOOL_PORT=tcp://10.0.0.1:80.
+    port = next((int(text) for text in given if text.isdigit()), 8000)
+    try:
+        return socket.create_connection(("127.0.0.1", port), timeout=3)
+    except ConnectionRefusedError:
+        if any(os.environ.get(name, "").isdigit() for name in _PORTS):
+            raise
+        return socket.create_connection(("127.0.0.1", _SAGEMAKER_PORT), timeout=3)
 
 
 def _look_at_agent(what: str, port: int) -> int:

@@ -68,6 +68,13 @@ def test_it_fails_if_nobody_listens():
     assert "refused" in done.stdout
 
 
+@pytest.mark.parametrize("name", ["AIP_HTTP_PORT", "SAGEMAKER_BIND_TO_PORT", "PORT"])
+def test_it_finds_the_port_in_the_variable_of_a_platform(name):
+    with answering("HTTP/1.1 200 OK") as (port, asked):
+        done = ask(**{name: port, "INFERPOOL_PORT": "tcp://10.0.0.1:80"})
+    assert (asked, done.returncode) == (["GET /health/live"], 0)
+
+
 def test_an_agent_has_joined_while_it_is_connected_and_hangs_if_it_misses_the_end():
     with socket.create_server(("127.0.0.1", 0)) as front_end:
         port = front_end.getsockname()[1]

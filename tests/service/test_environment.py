@@ -43,7 +43,7 @@ HOST = {
     "page": False,
     "tei": True,
     "torchserve": "config.properties",
-    "sagemaker": True,
+    "sagemaker": False,  # the default, since torchserve excludes it
     "sagemaker_models": "/models",
     "vertex_predict_route": "/v1/endpoints/1/deployedModels/2:predict",
     "vertex_health_route": "/v1/endpoints/1/deployedModels/2",
@@ -150,6 +150,7 @@ def test_every_setting_can_be_set_by_the_environment_alone(tmp_path: Path):
     assert set(HOST) == set(Settings.model_fields) - {"models"}, "name a value for each"
     assert set(MODEL) == set(ModelSettings.model_fields) - {"options"}, "name a value for each"
     (tmp_path / "keys").write_text(f"{KEY}\n{'o' * 20}\n")
+    (tmp_path / "config.properties").touch()
     done = subprocess.run(
         [sys.executable, "-m", "inferpool", "config", "--format", "json"],
         cwd=tmp_path,

@@ -135,6 +135,7 @@ def test_the_setting_alone_changes_neither_address_nor_what_is_open(tmp_path):
 
 
 def test_sagemaker_and_torchserve_exclude_each_other(tmp_path):
+    (tmp_path / "c.properties").touch()
     text = problems(tmp_path, 'torchserve = "c.properties"\nsagemaker = true')
     assert "torchserve" in text
     assert "leave one" in text
