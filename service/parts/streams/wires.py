@@ -42,11 +42,11 @@ class SocketStream:
             self._connection.end_stream(self._exchange)
 
     def cut(self) -> None:
-        """Close the connection, so that the client knows that the answer is not whole."""
+        """Close the connection: but for HTTP/1.0, clients know that the answer is not whole."""
         transport = self._connection.transport
-        if self._is_chunked and self.is_writable:
-            transport.close()  # after what was sent
-        else:  # the end of the connection would be that of the answer, or wait for the client
+        if self.is_writable:
+            transport.close()
+        else:  # it would wait for the client
             transport.abort()
 
     def _write(self, data: bytes) -> None:

@@ -14,6 +14,7 @@ from inferpool.service.api.codecs.answers import JSON_TYPE, Outcome, encode
 from inferpool.service.api.errors import Answer, Headers
 from inferpool.service.api.exchange import Call
 from inferpool.service.errors import ModelFailedError, ServiceError
+from inferpool.service.parts.torchserve.errors import UNCACHED
 from inferpool.service.parts.torchserve.json import error_body
 from inferpool.service.queue.instance import Buffer
 from inferpool.workers.shared.messages import ContentBlob
@@ -38,14 +39,11 @@ _OF_US = ("server-timing", "traceparent", "tracestate", "ts_stream_next", "x-req
 _OURS = frozenset((*_OF_CONNECTION, *_OF_US))
 """Headers that a handler cannot set: those of the connection, and ours."""
 _ALWAYS: Headers = [
-    (b"pragma", b"no-cache"),
-    (b"cache-control", b"no-cache; no-store, must-revalidate, private"),
-    (b"expires", b"Thu, 01 Jan 1970 00:00:00 UTC"),
+    *UNCACHED,
     # So that a browser runs nothing that a client sent and a handler returns.
     (b"x-content-type-options", b"nosniff"),
     (b"content-security-policy", b"sandbox"),
 ]
-"""The first three are those of TorchServe (`NettyUtils.sendHttpResponse`)."""
 
 
 class _Head(msgspec.Struct, frozen=True, kw_only=True):

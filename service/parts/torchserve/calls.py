@@ -36,11 +36,12 @@ _NO_NAME = "Parameter model_name is required."
 class HandlerProtocol(CallProtocol):
     """Calls to one of the paths. Has no state."""
 
-    methods = ("POST", "PUT", "GET")
+    methods = ("POST", "PUT", "GET", "PATCH", "DELETE")
+    """TorchServe has handlers compute whatever the method is."""
 
     def name_in(self, call: Call) -> str | None:
         """Return the name that the head of a call has; None if it has none."""
-        return named_in(call) or None
+        return named_in(call)
 
     def key_in(self, call: Call, models: Mapping[str, ModelEntry]) -> str | None:
         """Return the key in `Predict.models` that a call asks for; None if its form may say it."""
@@ -54,7 +55,7 @@ class HandlerProtocol(CallProtocol):
         """
         form = read_form(exchange.call, chunks)
         name = name_among([(each.name.encode(), each.content) for each in form or ()])
-        if not name:
+        if name is None:
             raise BadRequestError(_NO_NAME)
         return _NamedProtocol(name, form)
 

@@ -9,6 +9,7 @@ from http import HTTPStatus
 from inferpool.service.api.errors import (
     Answer,
     ForbiddenError,
+    Headers,
     MethodNotAllowedError,
     NotFoundError,
     UnauthorizedError,
@@ -33,6 +34,12 @@ from inferpool.service.parts.torchserve.paths import asked_in, named_in
 NO_RESOURCE = "Requested resource is not found, please refer to API document."
 PREDICTION_FAILED = "Prediction failed"
 """Its message whatever a handler raised; the log has the rest."""
+UNCACHED: Headers = [
+    (b"pragma", b"no-cache"),
+    (b"cache-control", b"no-cache; no-store, must-revalidate, private"),
+    (b"expires", b"Thu, 01 Jan 1970 00:00:00 UTC"),
+]
+"""Headers of all its answers (`NettyUtils.sendHttpResponse`)."""
 _TYPES: dict[type[ServiceError], str] = {
     UnauthorizedError: "InvalidKeyException",
     ForbiddenError: "InvalidKeyException",
@@ -46,17 +53,17 @@ _TYPES: dict[type[ServiceError], str] = {
     UnavailableError: "ServiceUnavailableException",
 }
 _STATUSES: dict[type[ServiceError], int] = {OverloadedError: 503, ModelFailedError: 503}
-"""Where they are not ours: its clients know these."""
+"""Statuses that are not ours: its clients know these."""
 
 
 def error_answer(error: ServiceError, call: Call, name: str = "") -> Answer:
     """Render an error; `name` is that of the model, if it is neither in the path nor the query."""
     bases = type(error).__mro__
     status = next((_STATUSES[each] for each in bases if each in _STATUSES), status_of(error))
-    others = "InternalServerException" if status >= 500 else "BadRequestException"
+    usual = "InternalServerException" if status >= 500 else "BadRequestException"
     if kind_of(error).status == HTTPStatus.SERVICE_UNAVAILABLE:
-        others = _TYPES[UnavailableError]
-    kind = next((_TYPES[each] for each in bases if each in _TYPES), others)
+        usual = _TYPES[UnavailableError]
+    kind = next((_TYPES[each] for each in bases if each in _TYPES), usual)
     message = error.message
     if isinstance(error, UnknownModelError):
         kind, message = _about_model(error, call, name, kind)
@@ -64,7 +71,8 @@ def error_answer(error: ServiceError, call: Call, name: str = "") -> Answer:
         message = PREDICTION_FAILED
     _, headers, _ = problem(error, call.request_id, call.path)
     status, own, body = json_answer(error_body(status, kind, message), status)
-    return status, own + [each for each in headers if each[0] not in dict(own)], body
+    others = [each for each in headers if each[0] not in dict(own)]
+    return status, [*own, *others, *UNCACHED], body
 
 
 def _about_model(error: UnknownModelError, call: Call, name: str, kind: str) -> tuple[str, str]:
@@ -72,7 +80,7 @@ def _about_model(error: UnknownModelError, call: Call, name: str, kind: str) -> 
     asked = asked_in(call.path)
     if asked is None:
         return _TYPES[NotFoundError], NO_RESOURCE
-    name = name or named_in(call)
+    name = name or named_in(call) or ""
     if isinstance(error, UnknownVersionError) and asked.version:
         return kind, f"Model version: {asked.version} does not exist for model: {name}"
-    return _TYPES[UnknownModelError], f"Model not found: {name}" if name else error.message
+    return _TYPES[UnknownModelError], f"Model not found: {name}"

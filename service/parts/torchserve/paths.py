@@ -15,34 +15,34 @@ MAX_FIELDS = 256
 _MODEL_NAME = b"model_name"
 
 
-class Asked(NamedTuple):
-    """What a path asks for."""
+class AskedPath(NamedTuple):
+    """A model that a path asks for."""
 
     name: str | None
     """The model's name; None if the path has none."""
     version: str = ""
     """The version in TorchServe's words, such as "1.0"; empty for the default one."""
     rest: str = ""
-    """What stands behind the version."""
+    """The segments behind the version."""
     has_fields: bool = True
     """The query has fields for the handler."""
 
 
-def asked_in(path: str) -> Asked | None:
+def asked_in(path: str) -> AskedPath | None:
     """Return what a path asks for; None if TorchServe has nothing there."""
     first, *others = path.strip("/").split("/")
     if first == "predictions":
         if not others:
             return None
         name, version, *rest = *others, *([""] if len(others) == 1 else [])
-        return Asked(name, version, "/".join(rest), has_fields=False)
+        return AskedPath(name, version, "/".join(rest), has_fields=False)
     if first == "invocations":
-        return Asked(None) if not others else None
+        return AskedPath(None) if not others else None
     if first == "models":
-        return Asked(others[0]) if len(others) == 2 and others[1] == "invoke" else None
+        return AskedPath(others[0]) if len(others) == 2 and others[1] == "invoke" else None
     if first in OWN_PATHS or first in OF_PROTOCOLS or others[-1:] != ["predict"]:
         return None
-    return Asked(first, "".join(others[:-1])) if len(others) <= 2 else None
+    return AskedPath(first, "".join(others[:-1])) if len(others) <= 2 else None
 
 
 def key_in(call: Call, models: Mapping[str, ModelEntry]) -> str | None:
@@ -54,20 +54,21 @@ def key_in(call: Call, models: Mapping[str, ModelEntry]) -> str | None:
     if asked is None:
         return ""
     name = named_in(call)
-    return key_of(models, name, asked.version) if name or asked.name == "" else _only_key(models)
+    return key_of(models, name, asked.version) if name is not None else _only_key(models)
 
 
-def named_in(call: Call) -> str:
-    """Return the name of a model that a call's path or query has; empty if they have none."""
+def named_in(call: Call) -> str | None:
+    """Return the name of a model that a call's path or query has; None if they have none."""
     asked = asked_in(call.path)
     if asked is not None and asked.name is not None:
         return asked.name
     return name_among(fields_of(call.query))
 
 
-def name_among(fields: Sequence[tuple[bytes, bytes]]) -> str:
+def name_among(fields: Sequence[tuple[bytes, bytes]]) -> str | None:
     """Return the name of a model that the fields of a query or form have; the first one counts."""
-    return dict(reversed(fields)).get(_MODEL_NAME, b"").decode(errors="replace")
+    name = dict(reversed(fields)).get(_MODEL_NAME)
+    return None if name is None else name.decode(errors="replace")
 
 
 def key_of(models: Mapping[str, ModelEntry], name: str, version: str = "") -> str:

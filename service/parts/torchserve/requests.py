@@ -5,6 +5,7 @@ A worker gets their bytes one after another, and a table of them in the paramete
 `InferenceRequestHandler.parseRequest` of pytorch/serve (0.12).
 """
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,15 +16,16 @@ from inferpool.service.api.codecs.forms import read_parts
 from inferpool.service.api.codecs.requests import check_encoding
 from inferpool.service.api.errors import LargeHeadError
 from inferpool.service.api.exchange import Call, Exchange
-from inferpool.service.errors import TooLargeError
-from inferpool.service.parts.torchserve.paths import MAX_FIELDS, Asked, fields_of
+from inferpool.service.errors import BadRequestError, TooLargeError
+from inferpool.service.parts.torchserve.paths import MAX_FIELDS, AskedPath, fields_of
 from inferpool.service.queue.instance import Buffer
 
 _FORM, _ENCODED = b"multipart/form-data", b"application/x-www-form-urlencoded"
+_BAD_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _FILE_TYPE = "application/octet-stream"
 """The type of a file that says none (Netty, `HttpPostBodyUtil.DEFAULT_BINARY_CONTENT_TYPE`)."""
 _MAX_HEADERS, _MAX_BYTES = 64, 16 * 1024
-"""What a handler is told of a call: the headers, and the names and types of parts."""
+"""The most that a handler is told of a call: headers, and names and types of parts."""
 _NOT_PASSED = frozenset((b"x-request-id", b"traceparent", b"tracestate"))
 """They differ from call to call, and the quarantine compares parameters. Handlers have the id."""
 _KEY = b"authorization"
@@ -47,17 +49,21 @@ def read_form(call: Call, chunks: Sequence[Buffer]) -> list[Field] | None:
     """
     check_encoding(call.headers)
     given = call.headers.get(b"content-type", b"")
-    media_type = _bare(given)
+    media_type = _bare(given).lower()
     if media_type == _ENCODED:
-        pairs = fields_of(b"".join(chunks))
+        body = b"".join(chunks)
+        if _BAD_ESCAPE.search(body):
+            raise BadRequestError("the form: a '%' is not followed by two hexadecimal digits")
+        # Netty leaves out what has no "=".
+        pairs = fields_of(b"&".join([each for each in body.split(b"&") if b"=" in each]))
         fields = [Field(name.decode(errors="replace"), value) for name, value in pairs]
-    elif media_type == _FORM:
+    elif media_type == _FORM and b"boundary=" in given:
         fields = []
         for segment, content in read_parts(given, [b"".join(chunks)], MAX_FIELDS):
             assert content is not None  # nothing is too long
             # Only files have types there; what their charset is makes no difference.
             kind = (segment.content_type or _FILE_TYPE) if segment.filename is not None else ""
-            fields.append(Field(segment.name, content, kind.partition(";")[0].strip().lower()))
+            fields.append(Field(segment.name, content, kind.partition(";")[0].strip()))
     else:
         return None
     if len(fields) > MAX_FIELDS:
@@ -66,7 +72,7 @@ def read_form(call: Call, chunks: Sequence[Buffer]) -> list[Field] | None:
 
 
 def read_call(
-    exchange: Exchange, asked: Asked, form: Sequence[Field] | None, chunks: Sequence[Buffer]
+    exchange: Exchange, asked: AskedPath, form: Sequence[Field] | None, chunks: Sequence[Buffer]
 ) -> Decoded:
     """Return the only instance of a call, with its parameters.
 
@@ -116,7 +122,7 @@ def read_call(
     return Decoded([payload], is_batch=False, parameters=parameters, is_whole=is_whole)
 
 
-def _headers_of(exchange: Exchange, asked: Asked) -> dict[str, str]:
+def _headers_of(exchange: Exchange, asked: AskedPath) -> dict[str, str]:
     """Return the headers that a handler may ask for.
 
     Raises:
@@ -139,11 +145,14 @@ def _headers_of(exchange: Exchange, asked: Asked) -> dict[str, str]:
 
 
 def _kind_of(media_type: str) -> str:
-    """Return how a worker hands over a part, as `otf_message_handler.py` of TorchServe does."""
+    """Return how a worker hands over a part, as `otf_message_handler.py` of TorchServe does.
+
+    Like there, the type must be in lower case.
+    """
     if media_type == "application/json":
         return "json"
     return "text" if media_type.startswith("text") else "bytes"
 
 
 def _bare(content_type: bytes) -> bytes:
-    return content_type.partition(b";")[0].strip().lower()
+    return content_type.partition(b";")[0].strip()
