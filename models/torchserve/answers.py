@@ -40,7 +40,7 @@ class UnsupportedAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandlerAnswer:
-    """What a handler has returned for one request, and what it has set for it."""
+    """The return value of a handler for one request, and what it has set for the answer."""
 
     value: object
     status: int = 200

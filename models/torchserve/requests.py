@@ -25,7 +25,7 @@ Part = tuple[str, int, int, Literal["json", "bytes", "text"]]
 
 
 class HandlerParameters(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    """What a protocol says about a payload."""
+    """Parameters by which a protocol describes a payload."""
 
     parts: list[Part] | None = None
     headers: dict[str, str] = {}

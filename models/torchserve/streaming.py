@@ -19,8 +19,8 @@ from inferpool.models.spec import Placement
 from inferpool.models.torchserve.answers import HandlerAnswer
 from inferpool.models.torchserve.archive import Archived
 from inferpool.models.torchserve.context import STREAM_NEXT
-from inferpool.models.torchserve.model import REQUESTS, ArchiveModel, shown
 from inferpool.models.torchserve.requests import HandlerRequest
+from inferpool.models.torchserve.running import REQUESTS, ArchiveModel, shown
 
 _MAX_STEPS = 16
 """Steps that a handler may be ahead of those who read them."""
