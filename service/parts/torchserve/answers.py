@@ -57,8 +57,14 @@ class _Head(msgspec.Struct, frozen=True, kw_only=True):
     """The message of an error that the handler chose, with the status."""
 
 
+class _Part(msgspec.Struct, frozen=True):
+    """A part of a stream: content in JSON."""
+
+    b64: bytes
+
+
 _head = msgspec.json.Decoder(_Head)
-_base64 = msgspec.json.Decoder(bytes)
+_part = msgspec.json.Decoder(_Part)
 
 
 def handler_answer(outcome: Outcome) -> Answer:
@@ -84,7 +90,7 @@ def first_piece(part: bytes) -> Answer:
     Raises:
         ModelFailedError: It set what cannot be sent.
     """
-    status, headers, body = _read(next_piece(part))
+    status, headers, body = _read(_frame_in(part))
     if status in _BODILESS:
         raise ModelFailedError(f"the handler set the status {status}, and answers in parts")
     return status, headers, body
@@ -94,12 +100,12 @@ def next_piece(part: bytes) -> bytes:
     """Return the bytes of a later part of a stream.
 
     Raises:
-        ModelFailedError: It is no such part.
+        ModelFailedError: It is no such part, or an error.
     """
-    try:
-        return _base64.decode(part)
-    except msgspec.MsgspecError:
-        raise ModelFailedError(_NO_ANSWER) from None
+    head, body = _split(_frame_in(part))
+    if head.error is not None:
+        raise ModelFailedError(head.error)
+    return body
 
 
 def own_answer(call: Call, outcomes: Sequence[Outcome]) -> Answer:
@@ -135,13 +141,24 @@ def own_answer(call: Call, outcomes: Sequence[Outcome]) -> Answer:
     )
 
 
-def _read(buffer: Buffer) -> Answer:
+def _frame_in(part: bytes) -> bytes:
+    try:
+        return _part.decode(part).b64
+    except msgspec.MsgspecError:
+        raise ModelFailedError(_NO_ANSWER) from None
+
+
+def _split(buffer: Buffer) -> tuple[_Head, bytes]:
     data = memoryview(buffer)
     start = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "little")
     try:
-        head, body = _head.decode(data[_LENGTH_BYTES:start]), bytes(data[start:])
+        return _head.decode(data[_LENGTH_BYTES:start]), bytes(data[start:])
     except msgspec.MsgspecError:
         raise ModelFailedError(_NO_ANSWER) from None
+
+
+def _read(buffer: Buffer) -> Answer:
+    head, body = _split(buffer)
     if not 200 <= head.status <= 599:
         raise ModelFailedError(f"the handler set the status {head.status}; it must be 200 to 599")
     if head.error is not None:

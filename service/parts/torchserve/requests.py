@@ -20,6 +20,7 @@ from inferpool.service.errors import BadRequestError, TooLargeError
 from inferpool.service.parts.torchserve.paths import MAX_FIELDS, AskedPath, fields_of
 from inferpool.service.queue.instance import Buffer
 
+_BODY = "body"
 _FORM, _ENCODED = b"multipart/form-data", b"application/x-www-form-urlencoded"
 _BAD_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _FILE_TYPE = "application/octet-stream"
@@ -91,33 +92,28 @@ def read_call(
     fields = [Field(name.decode(errors="replace"), value) for name, value in pairs]
     if len(fields) > MAX_FIELDS:
         raise TooLargeError(f"the query has more than {MAX_FIELDS} fields")
-    pieces: Sequence[Buffer] = chunks
+    pieces: list[Buffer] = []
     table: list[tuple[str, int, int, str, str]] = []
     num_bytes = 0
+    for name, content, media_type in (*fields, *(form or ())):
+        start, num_bytes = num_bytes, num_bytes + len(content)
+        table.append((name, start, num_bytes, _kind_of(media_type), media_type))
+        pieces.append(content)
     if form is None:
         media_type = _bare(call.headers.get(b"content-type", b"")).decode("latin-1")
-        num_bytes = sum(map(len, chunks))
-        table.append(("body", 0, num_bytes, _kind_of(media_type), media_type))
-    elif form or fields:
-        pieces = []
-    added: list[Buffer] = []
-    after: list[tuple[str, int, int, str, str]] = []
-    for rows, some in ((after, fields), (table, form or ())):
-        for name, content, media_type in some:
-            end = num_bytes + len(content)
-            rows.append((name, num_bytes, end, _kind_of(media_type), media_type))
-            added.append(content)
-            num_bytes = end
-    if sum(len(row[0]) + len(row[4]) for row in (*after, *table)) > _MAX_BYTES:
+        end = num_bytes + sum(map(len, chunks))
+        table.append((_BODY, num_bytes, end, _kind_of(media_type), media_type))
+        pieces += chunks
+    if sum(len(name) + len(media_type) for name, *_, media_type in table) > _MAX_BYTES:
         raise TooLargeError(f"the names and types of the parts are longer than {_MAX_BYTES} bytes")
     parameters = msgspec.json.encode(
         {
-            "parts": [*after, *table],  # of one name, the last counts
+            "parts": table,  # of one name, the last counts
             "headers": _headers_of(exchange, asked),
             "envelope": True,
         }
     )
-    payload = Payload("bytes", [*pieces, *(each for each in added if each)] or (b"",))
+    payload = Payload("bytes", [each for each in pieces if len(each)] or (b"",))
     is_whole = form is None and not fields
     return Decoded([payload], is_batch=False, parameters=parameters, is_whole=is_whole)
 

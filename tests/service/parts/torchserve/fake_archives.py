@@ -23,12 +23,10 @@ def answer(body: bytes = b"ok", **head: Any) -> Any:
     return result(ContentBlob(MEDIA_TYPE, frame(body, **head)))
 
 
-def first_part(body: bytes, **head: Any) -> bytes:
-    return later_part(frame(body, **head))
-
-
-def later_part(body: bytes) -> bytes:
-    return json.dumps(base64.b64encode(body).decode()).encode()
+def part(body: bytes, **head: Any) -> bytes:
+    """A part of a stream."""
+    data = base64.b64encode(frame(body, **head)).decode()
+    return json.dumps({"b64": data, "media_type": MEDIA_TYPE}).encode()
 
 
 def archive(

@@ -13,8 +13,7 @@ from tests.service.api.server import PredictServer, RawClient, Way, serve, until
 from tests.service.parts.torchserve.fake_archives import (
     OPTIONAL,
     archive,
-    first_part,
-    later_part,
+    part,
     parts_of,
 )
 
@@ -75,14 +74,14 @@ async def test_parts_are_chunks_as_the_handler_sent_them(way: Way) -> None:
             client.send(ask())
             await handler.begun(num + 1)
             assert parts_of(handler.model) == [("body", b"x", "bytes", "")]
-            handler.give(first_part(BODY, status=201, headers=[["x-a", "b"]]))
+            handler.give(part(BODY, status=201, headers=[["x-a", "b"]]))
             status, headers = await client.read_head()
             assert (status, headers["x-a"]) == (201, "b")
             assert headers["transfer-encoding"] == "chunked"
             assert "content-type" not in headers
             assert headers["x-request-id"]
             assert await read_chunk(client) == BODY
-            handler.give(later_part(b"b"), later_part(b""), later_part(b"c"))
+            handler.give(part(b"b"), part(b""), part(b"c"))
             assert await read_chunk(client) == b"bc"
             handler.end()
             assert await read_chunk(client) == b""
@@ -94,7 +93,7 @@ async def test_a_failure_after_some_parts_cuts_the_answer(way: Way) -> None:
     async with streaming(way) as (server, handler), server.connect() as client:
         client.send(ask())
         await handler.begun()
-        handler.give(first_part(b"a"))
+        handler.give(part(b"a"))
         assert (await client.read_head())[0] == 200
         handler.end(StreamBrokenError("died"))
         assert await client.reader.read() == b"1\r\na\r\n"  # and no end
@@ -113,27 +112,28 @@ async def test_a_failure_before_the_first_part_has_its_status(way: Way) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", [b"{}", b'"!"', later_part(b"\xff\xff\xff\x00{"), first_part(b"a", status=204)]
+    "wrong", [b"{}", b'{"b64":"!"}', b'{"b64":"/////w=="}', part(b"a", status=204)]
 )
-async def test_a_first_part_that_cannot_be_sent_fails_the_call(part: bytes) -> None:
+async def test_a_first_part_that_cannot_be_sent_fails_the_call(wrong: bytes) -> None:
     async with streaming() as (server, handler), server.connect() as client:
         client.send(ask())
         await handler.begun()
-        handler.give(part, later_part(b"b"))
-        handler.give(later_part(b"c"))
+        handler.give(wrong, part(b"b"))
+        handler.give(part(b"c"))
         answer = await client.read_answer()
         assert (answer.status, answer.json["message"]) == (503, "Prediction failed")
         assert isinstance(handler.instance.exception(), ModelFailedError)
         assert server.statuses == [503]
 
 
-async def test_a_later_part_that_cannot_be_sent_cuts_the_answer() -> None:
+@pytest.mark.parametrize("wrong", [b"{}", part(b"", error="no", status=507)])
+async def test_a_later_part_that_cannot_be_sent_cuts_the_answer(wrong: bytes) -> None:
     async with streaming() as (server, handler), server.connect() as client:
         client.send(ask())
         await handler.begun()
-        handler.give(first_part(b"a"))
+        handler.give(part(b"a"))
         await client.read_head()
-        handler.give(b"{}")
+        handler.give(wrong)
         handler.end()  # in the same step
         assert await client.reader.read() == b"1\r\na\r\n"
         assert len(server.statuses) == 1
@@ -152,7 +152,7 @@ async def test_http_1_0_gets_parts_until_the_connection_closes() -> None:
     async with streaming() as (server, handler), server.connect() as client:
         client.send(ask("1.0"))
         await handler.begun()
-        handler.give(first_part(b"a"), later_part(b"b"))
+        handler.give(part(b"a"), part(b"b"))
         handler.end()
         _, headers = await client.read_head()
         assert headers["connection"] == "close"
@@ -165,7 +165,7 @@ async def test_a_hangup_cancels_the_instance(way: Way) -> None:
         async with server.connect() as client:
             client.send(ask())
             await handler.begun()
-            handler.give(first_part(b"a"))
+            handler.give(part(b"a"))
             await client.read_head()
         await until(lambda: handler.instance.cancelled())
         await until(lambda: server.statuses)
@@ -178,9 +178,9 @@ async def test_a_reader_that_reads_nothing_loses_its_stream() -> None:
             slow.stop_reading()
             slow.send(ask())
             await handler.begun()
-            handler.give(first_part(b"a"))
+            handler.give(part(b"a"))
             while not handler.instance.done():
-                handler.give(later_part(b"a" * 100_000))
+                handler.give(part(b"a" * 100_000))
                 await asyncio.sleep(0)
             assert "stream_buffer_parts" in str(handler.instance.exception())
             await until(lambda: not server.connections)
