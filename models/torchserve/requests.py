@@ -18,10 +18,9 @@ MAX_HEADER_CHARS = 16 * 1024
 """Limits of what a call may say about itself: the front end has the same."""
 _BODY = "body"
 """Name of the only part of a request that is no form (`HttpRequestHandler.java`)."""
-_TYPES = {"json": "application/json", "text": "text/plain"}
 
-Part = tuple[str, int, int, Literal["json", "bytes", "text"]]
-"""Name of a part, where its bytes begin and end in the payload, and its form."""
+Part = tuple[str, int, int, Literal["json", "bytes", "text"], str]
+"""Name of a part, where its bytes begin and end in the payload, its form, and its content type."""
 
 
 class HandlerParameters(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -89,13 +88,15 @@ class HandlerRequest:
             return {_BODY: bytearray(value) if isinstance(value, bytes) else value}
         if self.parts is None:
             return {_BODY: bytearray(payload)}
-        return {name: _value_of(payload[start:end], form) for name, start, end, form in self.parts}
+        return {
+            name: _value_of(payload[start:end], form) for name, start, end, form, _ in self.parts
+        }
 
     def request_headers(self) -> RequestHeaders:
         """Return the headers of the request, before them an object for each part, as TorchServe."""
         found = RequestHeaders()
-        for name, _, _, form in self.parts or ():
-            found[name] = {"content-type": _TYPES.get(form, "")}
+        for name, _, _, _, content_type in self.parts or ():
+            found[name] = {"content-type": content_type}
         found.update(self.headers)
         return found
 
@@ -117,7 +118,7 @@ def _parameters_of(item: Item) -> HandlerParameters:
         if len(given.parts) > MAX_PARTS:
             raise InputError(f"parameter 'parts' has {len(given.parts)}; at most {MAX_PARTS}")
         last = 0
-        for name, start, end, _ in given.parts:
+        for name, start, end, *_ in given.parts:
             if not last <= start <= end <= len(item.payload):
                 raise InputError(
                     f"parameter 'parts': {name[:80]!r} is from {start} to {end}, and must lie "

@@ -45,7 +45,7 @@ def model_of(folder: Path, code: str, **fields: object):
 
 def enveloped(payload: bytes, *parts, **headers: str) -> Item:
     parameters = {
-        "parts": parts or [["body", 0, len(payload), "bytes"]],
+        "parts": parts or [["body", 0, len(payload), "bytes", ""]],
         "headers": headers,
         "envelope": True,
     }
@@ -92,7 +92,7 @@ def handle(data, context):
     model = model_of(tmp_path / "kinds", code)
 
     def asked(kind: bytes):
-        (content,) = answers(model, [enveloped(kind, ["kind", 0, len(kind), "bytes"])])
+        (content,) = answers(model, [enveloped(kind, ["kind", 0, len(kind), "bytes", ""])])
         return opened(content)
 
     head, body = asked(b"bytes")
@@ -100,7 +100,7 @@ def handle(data, context):
     assert head == {
         "status": 201,
         "reason": "Made",
-        "headers": [["X-Kind", "bytes"]],
+        "headers": [["X-Kind", "bytes", ""]],
         "content_type": "image/png",
     }
     assert asked(b"text")[1] == "h\u00e9".encode()
@@ -113,10 +113,10 @@ def test_parts_are_handed_over_as_torchserve_does(tmp_path):
     payload = b'{"a": 1}' + b"\xff\x00" + "h\u00e9".encode() + b"{bad"
     item = enveloped(
         payload,
-        ["j", 0, 8, "json"],
-        ["b", 8, 10, "bytes"],
-        ["t", 10, 13, "text"],
-        ["x", 13, 17, "json"],
+        ["j", 0, 8, "json", ""],
+        ["b", 8, 10, "bytes", ""],
+        ["t", 10, 13, "text", ""],
+        ["x", 13, 17, "json", ""],
     )
 
     (content,) = answers(model, [item])
@@ -133,9 +133,12 @@ def test_parts_are_handed_over_as_torchserve_does(tmp_path):
 @pytest.mark.parametrize(
     ("parameters", "said"),
     [
-        ({"parts": [["a", 0, 9, "bytes"]]}, "must lie between 0 and 3"),
-        ({"parts": [["a", 0, 3, "bytes"], ["b", 0, 3, "bytes"]]}, "must lie between 3 and 3"),
-        ({"parts": [["a", 0, 3, "pickle"]]}, "Invalid enum value 'pickle'"),
+        ({"parts": [["a", 0, 9, "bytes", ""]]}, "must lie between 0 and 3"),
+        (
+            {"parts": [["a", 0, 3, "bytes", ""], ["b", 0, 3, "bytes", ""]]},
+            "must lie between 3 and 3",
+        ),
+        ({"parts": [["a", 0, 3, "pickle", ""]]}, "Invalid enum value 'pickle'"),
         ({"headers": {"x": "y" * 20_000}}, "more than 16,384 characters"),
         ({"top": 5}, "unknown field `top`"),
     ],
