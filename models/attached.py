@@ -85,6 +85,10 @@ OTHERS = {
     "answers of tensors": "inferpool.service.api.codecs.tensor_answers:encode_tensors",
     "answers with content": "inferpool.service.api.codecs.contents:encode_with_content",
     "forget a load": "inferpool.models.speed.attempts:forget_load",
+    "settings of an archive": "inferpool.service.settings.archives:settings_of_source",
+    "name of an archive": "inferpool.service.settings.archives:name_of_source",
+    "fault of an archive": "inferpool.models.torchserve.archive:fault_of",
+    "needs of an archive": "inferpool.service.settings.archives:needs_yaml",
     "settings of platforms": "inferpool.service.settings.platforms:settings_of_platform",
     "settings of TorchServe": "inferpool.service.settings.torchserve:settings_of_torchserve",
     "model of a folder": "inferpool.service.settings.model_folder:table_of_folder",
@@ -110,7 +114,7 @@ BUILT_IN_SOURCES = ("efficientnet_lite0", "minilm_l6", "echo")
 """Sources that need neither a file nor a package of the user's."""
 CARD_FILE = "card.json"
 """The file that marks the folder of a training run."""
-MODEL_FILE_SUFFIXES = (".pt2", ".onnx", ".skops", ".pt", ".ts", ".torchscript")
+MODEL_FILE_SUFFIXES = (".pt2", ".onnx", ".skops", ".mar", ".pt", ".ts", ".torchscript")
 WEIGHT_FILE_SUFFIXES = (".pth", ".safetensors")
 _OF_NETWORKS = ("weights", "speed preset")
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from inferpool.models.files.kinds import ARCHIVE_MANIFEST
 from inferpool.models.files.reading import read_file
 
 CONFIG_FILE = "config.json"
@@ -31,7 +32,7 @@ _GENERATOR_SUFFIX = "LMHeadModel"
 """End of the names of some networks that write texts; others end in `ForCausalLM`."""
 _OF_OURS = ("BertModel", f"Bert{TEXT_SUFFIX}")
 """Networks that are served by our own code."""
-FolderForm: TypeAlias = Literal["transformers", "encoder", "reranker"]
+FolderForm: TypeAlias = Literal["transformers", "encoder", "reranker", "torchserve"]
 """Prefix of the source that serves a folder."""
 
 
@@ -65,6 +66,8 @@ def task_of(architecture: str) -> Task | None:
 
 def form_of(folder: Path) -> FolderForm | None:
     """Return how a folder is served if it is named as a source alone; None if it is not."""
+    if os.path.isfile(folder / ARCHIVE_MANIFEST):  # which may have a config.json too
+        return "torchserve"
     if "Pooling" in _modules_of(folder):
         return "encoder"
     config = _config_of(folder)

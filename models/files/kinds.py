@@ -13,10 +13,14 @@ CHECKPOINT_SUFFIXES = (".pth", ".pt", ".safetensors", ".safetensors.index.json")
 _HEAD_BYTES = 512
 _OLD_EXPORT = "serialized_exported_program.json"
 """A file in the archives that `torch.export.save` wrote before torch 2.8, which it still reads."""
+ARCHIVE_MANIFEST = "MAR-INF/MANIFEST.json"
+"""The file that marks an archive of TorchServe, and a folder that is one."""
 _RECIPES = "docs/recipes.md has an example"
-WholeKind = Literal["torchscript", "export", "onnx", "skops"]
+WholeKind = Literal["torchscript", "export", "onnx", "skops", "mar"]
 """Kinds of files that are whole models."""
-_WHOLE: dict[str, WholeKind] = {".pt2": "export", ".onnx": "onnx", ".skops": "skops"}
+_WHOLE: dict[str, WholeKind] = {
+    ".pt2": "export", ".onnx": "onnx", ".skops": "skops", ".mar": "mar",
+}  # fmt: skip
 """Kinds by the names of files; all others are TorchScript."""
 
 
@@ -43,10 +47,7 @@ KINDS = {
     "tflite": ("a TensorFlow Lite file", _CLASS),
     "gguf": ("a GGUF file of llama.cpp", "this server does not generate texts"),
     "engine": ("a TensorRT engine", _CLASS),
-    "mar": (
-        "an archive of TorchServe",
-        "unpack it, and serve what is in it; docs/moving-from-torchserve.md says how",
-    ),
+    "mar": ("an archive of TorchServe", "give it a name that ends in .mar"),
     "lfs": ("a pointer of Git LFS, not the file itself", "run `git lfs pull` where it lies"),
     "html": ("a page of HTML, perhaps that of a failed download", _AGAIN),
     "xml": ("an XML file, perhaps the error of a failed download", _AGAIN),
@@ -149,7 +150,7 @@ def problem_of_file(path: Path, wanted: WholeKind) -> str:
     if kind == wanted:
         return ""
     if kind is None or kind == "cut":
-        called = KINDS[wanted][0] if wanted in ("onnx", "skops") else "an archive of torch's"
+        called = KINDS[wanted][0] if wanted in ("onnx", "skops", "mar") else "an archive of torch's"
         return f"{path} is not {called}, or is cut short"
     return _sentence(path, kind)
 
@@ -185,12 +186,12 @@ def _kind_of_zip(path: Path) -> str:
     if not zipfile.is_zipfile(path):
         return "cut"
     names = _members(path)
+    if ARCHIVE_MANIFEST in names:
+        return "mar"
     if (kind := _archive_kind_of(names)) != "other":
         return kind
     if "schema.json" in names:
         return "skops"
-    if "MAR-INF/MANIFEST.json" in names:
-        return "mar"
     if "model.weights.h5" in names:
         return "keras"
     return "npy" if names and all(name.endswith(".npy") for name in names) else "zip"
@@ -204,8 +205,18 @@ def _members(path: Path) -> list[str]:
         return []
 
 
+def archive_of(source: str) -> Path | None:
+    """Return the path of the archive of TorchServe that a source names; None if it names none."""
+    prefix, _, name = source.partition(":")
+    if prefix == "torchserve" and name:
+        return Path(name)
+    path = Path(source)
+    return path if source.endswith(".mar") or os.path.isfile(path / ARCHIVE_MANIFEST) else None
+
+
 def is_served(path: Path) -> bool:
-    """Return whether a folder in Hugging Face's form has a model that is served."""
-    # Without either file it has no form, and what finds the form need not be imported.
-    is_there = any(os.path.isfile(path / name) for name in ("config.json", "modules.json"))
+    """Return whether a folder has a model that is served: in Hugging Face's form, or an archive."""
+    # Without any of these files it has no form, and what finds the form need not be imported.
+    names = ("config.json", "modules.json", ARCHIVE_MANIFEST)
+    is_there = any(os.path.isfile(path / name) for name in names)
     return is_there and attached("form of a folder")(path) is not None

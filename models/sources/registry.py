@@ -27,7 +27,8 @@ from inferpool.models.spec import DTYPE_BYTES, TensorSpec
 _FORMS = (
     f"{', '.join(BUILT_IN_SOURCES)}, torchvision:NAME, encoder:FOLDER, reranker:FOLDER, "
     "package.module:Class, the folder of a training run or of transformers, or a file: .pt2 "
-    "(torch.export, AOTInductor), .onnx, .skops, .pt, .ts or .torchscript (TorchScript)"
+    "(torch.export, AOTInductor), .onnx, .skops, .mar (TorchServe), .pt, .ts or .torchscript "
+    "(TorchScript)"
 )
 _OURS = {
     str(Path(__file__).with_name(name)) for name in ("classes.py", "importing.py", "registry.py")

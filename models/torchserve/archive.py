@@ -14,10 +14,11 @@ from typing import Any
 import msgspec
 
 from inferpool.models.errors import SourceError
+from inferpool.models.files.kinds import ARCHIVE_MANIFEST
 from inferpool.models.files.reading import read_file
 from inferpool.models.torchserve.members import MAX_FILES, fault_of_name, opened_archive, shown_name
 
-MANIFEST = "MAR-INF/MANIFEST.json"
+MANIFEST = ARCHIVE_MANIFEST
 ARCHIVE_SUFFIXES = (".mar", ".tar.gz")
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_CONFIG_BYTES = 1 << 20
@@ -148,6 +149,15 @@ def read_facts(path: Path) -> Archived:
     with opened_archive(path) as archive:
         files = archive.files()
         return _facts_of(path, files, archive.read)
+
+
+def fault_of(path: Path) -> str:
+    """Return why an archive certainly cannot be served; empty if it may be."""
+    try:
+        read_facts(path)
+    except SourceError as error:
+        return str(error)
+    return ""
 
 
 def read_config(text: str, name: str) -> dict[str, Any]:

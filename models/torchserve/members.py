@@ -50,7 +50,7 @@ Member = tuple[str, int, BinaryIO | None]
 """The name, the bytes and the content of a member; None for a folder."""
 
 
-class Reader(Protocol):
+class ArchiveReader(Protocol):
     """An archive that is open."""
 
     def files(self) -> dict[str, int]:
@@ -76,7 +76,7 @@ class Reader(Protocol):
 
 
 @contextlib.contextmanager
-def opened_archive(path: Path) -> Iterator[Reader]:
+def opened_archive(path: Path) -> Iterator[ArchiveReader]:
     """Open an archive by what its first bytes are.
 
     Raises:
@@ -93,7 +93,7 @@ def opened_archive(path: Path) -> Iterator[Reader]:
 
 
 @contextlib.contextmanager
-def reading(path: Path, file: BinaryIO) -> Iterator[Reader]:
+def reading(path: Path, file: BinaryIO) -> Iterator[ArchiveReader]:
     """Read an archive from a file that is open; `path` names it in errors."""
     head = file.read(4)
     file.seek(0)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from inferpool.models.errors import SourceError
-from inferpool.models.torchserve.members import PIECE_BYTES, Reader, opened_archive, reading
+from inferpool.models.torchserve.members import PIECE_BYTES, ArchiveReader, opened_archive, reading
 
 _FILES = "files"
 _WAIT_S = 300.0
@@ -68,7 +68,7 @@ def unpacked(path: Path) -> Path:
         ) from None
 
 
-def _unpack_all(path: Path, archive: Reader, folder: Path) -> None:
+def _unpack_all(path: Path, archive: ArchiveReader, folder: Path) -> None:
     total = sum(archive.files().values())  # refuses the archive before anything is written
     folder.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder.parent).free

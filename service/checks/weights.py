@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from inferpool.models.attached import MODEL_FILE_SUFFIXES, attached
-from inferpool.models.files.kinds import is_checkpoint_path, is_served
+from inferpool.models.files.kinds import archive_of, is_checkpoint_path, is_served
 from inferpool.models.files.run_folder import RunFolder
 from inferpool.service.checks.facts import Facts
 from inferpool.service.checks.findings import Finding, error, ok
@@ -25,10 +25,13 @@ _PACKAGES = {
 _ENCODER = "encoder:"
 _FOLDER = "transformers:"
 _RERANKER = "reranker:"
+_ARCHIVE = "torchserve:"
 _OF_FOLDERS = (_ENCODER, _FOLDER, _RERANKER)
 _EXTRAS = {
     ".onnx": "onnx",
     ".skops": "sklearn",
+    ".mar": "torchserve",
+    _ARCHIVE: "torchserve",
     _FOLDER: "text",
     _RERANKER: "text",
     _ENCODER: "text",
@@ -111,9 +114,12 @@ def _missing_packages(model: ModelSettings) -> list[str]:
         is_fetched = form == _FOLDER and not os.path.isdir(folder)
         is_needed = is_fetched or attached("need of transformers")(folder)
         needed.append("transformers" if is_needed else "tokenizers")
+    if (archive := archive_of(model.source)) and attached("needs of an archive")(archive):
+        needed.append("yaml")
     if is_packaged:
         needed += ["tokenizers", _PACKAGES[model.source][0]]
-    return [name.replace("_", "-") for name in needed if find_spec(name) is None]
+    names = {"yaml": "pyyaml"}
+    return [names.get(name, name.replace("_", "-")) for name in needed if find_spec(name) is None]
 
 
 def problem_of(path: Path) -> str:

@@ -13,7 +13,7 @@ from inferpool.service.client.cli.verbs import Verb
 _SETTINGS_FLAGS = "inferpool.service.settings.flags:add_settings_flags"
 _SETTINGS = """\
 MODEL is a source (efficientnet_lite0, minilm_l6, echo, torchvision:NAME, encoder:FOLDER,
-reranker:FOLDER, package.module:Class, a folder of transformers, or a .pt2, .onnx, .skops or
+reranker:FOLDER, package.module:Class, a folder of transformers, or a .pt2, .onnx, .skops, .mar or
 TorchScript file) or the name of a model in the settings. Without it, every model of the settings is
 served, or efficientnet_lite0 where there is none.
 

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from inferpool.models.errors import SourceError
+from inferpool.models.files.kinds import archive_of
 from inferpool.models.torchserve.archive import Archived, read_facts
-
-_PREFIX = "torchserve:"
 
 
 def settings_of_archive(
@@ -56,8 +55,15 @@ def name_of_source(source: str) -> str | None:
     return None if facts is None else facts.name
 
 
+def needs_yaml(path: Path) -> bool:
+    """Return whether an archive has a `model-config.yaml`, which its worker parses."""
+    facts = _facts_of(str(path))
+    return facts is not None and facts.model.config_file is not None
+
+
 def _facts_of(source: str) -> Archived | None:
     try:
-        return read_facts(Path(source.removeprefix(_PREFIX)))
+        path = archive_of(source)
+        return None if path is None else read_facts(path)
     except (SourceError, OSError, ValueError):
         return None  # what loads it will report it

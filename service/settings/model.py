@@ -4,9 +4,10 @@ import re
 from typing import Annotated, Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from inferpool.models.attached import BUILT_IN_SOURCES, MODEL_FILE_SUFFIXES
+from inferpool.models.attached import BUILT_IN_SOURCES, MODEL_FILE_SUFFIXES, attached
+from inferpool.models.files.kinds import archive_of
 from inferpool.models.spec import Interface, Placement, Split
 from inferpool.models.speed_names import CHOICES
 from inferpool.service.queue.batch_sizing import AUTO_SIZE
@@ -55,7 +56,8 @@ class ModelSettings(SettingsTable):
     """`efficientnet_lite0`, `minilm_l6`, `echo`, `torchvision:NAME`, `encoder:FOLDER`,
     `reranker:FOLDER`, `transformers:FOLDER`, `package.module:Class`, the folder of a training run,
     of transformers or of sentence-transformers, or the path of a file: .pt2 (torch.export or
-    AOTInductor), .onnx, .skops (scikit-learn), .pt, .ts or .torchscript (TorchScript).
+    AOTInductor), .onnx, .skops (scikit-learn), .mar (TorchServe), .pt, .ts or .torchscript
+    (TorchScript). `torchserve:FOLDER` is an archive of TorchServe that was unpacked.
 
     A model whose name is that of a built-in source needs none."""
     path: Text | None = None
@@ -152,6 +154,16 @@ class ModelSettings(SettingsTable):
     """Processes that decode and resize for each worker, if its model allows it: the built-in image
     classifiers do. 0: the threads do it. `auto`: 0 on a CPU; for a GPU one per core that its worker
     has, less two, if it has four."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _add_of_archive(cls, values: object) -> object:
+        if not isinstance(values, dict):
+            return values
+        source = values.get("source")
+        if not isinstance(source, str) or archive_of(source) is None:
+            return values
+        return {**attached("settings of an archive")(source), **values}
 
     @field_validator("source")
     @classmethod

@@ -22,7 +22,7 @@ from inferpool.models.attached import (
     modules_of,
 )
 from inferpool.models.errors import SourceError
-from inferpool.models.files.kinds import is_served, what_it_is
+from inferpool.models.files.kinds import archive_of, is_served, what_it_is
 from inferpool.models.files.modules import (
     file_of,
     is_installed,
@@ -37,7 +37,7 @@ _FILE_SUFFIXES = (*MODEL_FILE_SUFFIXES, *WEIGHT_FILE_SUFFIXES, ".toml", ".py")
 """Names that end so are files, and no folders of runs."""
 _SOURCE_FORMS = (
     f"{', '.join(BUILT_IN_SOURCES)}, torchvision:NAME, encoder:FOLDER, reranker:FOLDER, "
-    "package.module:Class, the folder of a training run or of transformers, or a "
+    "package.module:Class, the folder of a training run, of transformers or of TorchServe, or a "
     f"{', '.join(MODEL_FILE_SUFFIXES[:-1])} or {MODEL_FILE_SUFFIXES[-1]} file"
 )
 _REGISTERED = re.compile(
@@ -82,8 +82,12 @@ def is_run_source(text: str) -> bool:
 
 
 def slug(source: str) -> str:
-    """Return a name fit for URLs: "torchvision:resnet18" gives "resnet18"."""
-    last = re.split(r"[:/\\]", source.rstrip("/"))[-1].lower()
+    """Return a name fit for URLs: "torchvision:resnet18" gives "resnet18".
+
+    An archive of TorchServe has a name of its own.
+    """
+    own = attached("name of an archive")(source) if archive_of(source) else None
+    last = re.split(r"[:/\\]", (own or source).rstrip("/"))[-1].lower()
     for suffix in MODEL_FILE_SUFFIXES:
         last = last.removesuffix(suffix)
     return re.sub(r"[^a-z0-9._-]+", "-", last).strip("._-")[:64] or "model"

@@ -219,7 +219,7 @@ def settings_of(path: Path, environ: Mapping[str, str], cwd: Path) -> "Meaning":
 
 @dataclass(slots=True, kw_only=True)
 class Meaning:
-    """What a `config.properties` means in our settings."""
+    """The meaning of a `config.properties` in our settings."""
 
     table: dict[str, object] = field(default_factory=dict)
     """The settings, as in our file."""

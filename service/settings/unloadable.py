@@ -15,9 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from inferpool.models.attached import BUILT_IN_SOURCES, MODEL_FILE_SUFFIXES
+from inferpool.models.attached import BUILT_IN_SOURCES, MODEL_FILE_SUFFIXES, attached
 from inferpool.models.errors import SourceError
 from inferpool.models.files.kinds import (
+    archive_of,
     is_checkpoint_path,
     is_served,
     problem_of_source,
@@ -77,8 +78,14 @@ def _problem_of(model: ModelSettings) -> Problem | None:
     prefix, colon, name = source.partition(":")
     is_own = weights == "DEFAULT" or weights.lower() == "none"
     text, is_path = "", not is_own
+    archive = archive_of(source)
     is_archive = source.endswith(MODEL_FILE_SUFFIXES) and not is_run(Path(source))
-    if source == "echo" or is_archive:
+    if archive is not None:
+        lost = _unread(archive, f"there is no file {archive}") if source.endswith(".mar") else ""
+        text, is_path = lost or attached("fault of an archive")(archive), False
+        if not (text or is_own):
+            return "weights", f"{source} takes no weights, but was given {weights!r}"
+    elif source == "echo" or is_archive:
         text, is_path = _problem_of_archive(source) if is_archive else "", False
         if not (text or is_own):
             return "weights", f"{source} takes no weights, but was given {weights!r}"

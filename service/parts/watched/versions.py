@@ -11,13 +11,14 @@ from inferpool.models.attached import MODEL_FILE_SUFFIXES
 from inferpool.models.errors import DataError
 from inferpool.models.files.hugging_face import form_of
 from inferpool.models.files.image_table import rows_of
+from inferpool.models.files.kinds import ARCHIVE_MANIFEST
 from inferpool.models.files.reading import read_file
 from inferpool.models.files.run_folder import RunFolder, has_begun, is_run, why_no_run
 from inferpool.service.settings.model import MODEL_NAME
 
 SETTINGS_FILE = "model.toml"
 _WEIGHT_SUFFIXES = (".pth", ".safetensors", ".pt")
-_OF_FOLDERS = ("encoder:", "reranker:", "transformers:")
+_OF_FOLDERS = ("encoder:", "reranker:", "transformers:", "torchserve:")
 """Beginnings of sources that have weights in their folder."""
 _MAX_FILES = 10_000
 """Files of a version that are looked at."""
@@ -57,7 +58,8 @@ def read_version(folder: Path) -> dict[str, Any]:
             raise ValueError(f"{file}: {error.strerror}") from error
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
-    if "source" not in settings and (folder / "config.json").is_file():
+    marks = ("config.json", ARCHIVE_MANIFEST)
+    if "source" not in settings and any((folder / name).is_file() for name in marks):
         settings["source"] = f"{form_of(folder) or 'encoder'}:{folder}"
     if "source" not in settings and (is_run(folder) or has_begun(folder)):
         if not is_run(folder):

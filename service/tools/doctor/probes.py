@@ -10,6 +10,7 @@ from typing import Any
 
 from inferpool.models.accelerator.kinds import CUDA, Accelerator
 from inferpool.models.attached import MODEL_FILE_SUFFIXES
+from inferpool.models.files.kinds import archive_of
 from inferpool.service.checks.devices import all_placements
 from inferpool.service.checks.facts import Facts
 from inferpool.service.checks.findings import Finding, error, note, ok, warning
@@ -44,7 +45,8 @@ def check_imports(
 
 def may_split(model: ModelSettings) -> bool:
     """Return whether the model may have a network that can be split."""
-    return model.source != "echo" and not model.source.endswith(MODEL_FILE_SUFFIXES)
+    is_whole = model.source.endswith(MODEL_FILE_SUFFIXES) or archive_of(model.source)
+    return model.source != "echo" and not is_whole
 
 
 def measure(facts: Facts, settings: Settings) -> Iterator[Finding]:
