@@ -146,7 +146,7 @@ class _Names:
         self._path = path
         self._most = min(MAX_BYTES, MAX_RATIO * num_packed + FREE_BYTES)
         self._kinds: dict[str, bool] = {}
-        """Whether each name is a folder; by the name as file systems that ignore case have it."""
+        """True for a folder; by the name as file systems that ignore case have it."""
         self._given: set[str] = set()
         self._num_members = 0
         self._num_bytes = 0

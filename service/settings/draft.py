@@ -2,7 +2,7 @@
 
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -56,6 +56,10 @@ MODELS_LATER = ("watch", "sagemaker_models", "torchserve")
 """Settings with which a service may start without any model."""
 
 
+_Values = Mapping[str, object]
+"""Values of settings by name, as in a file."""
+
+
 class Draft:
     """The values given so far, the origin of each, and the problems found."""
 
@@ -69,9 +73,7 @@ class Draft:
         self._trace_problem = ""
         """Mistake in the variables of OpenTelemetry, all of which are ignored then."""
 
-    def add_table(
-        self, table: Mapping[str, object], origin: str, warnings: Sequence[str] = ()
-    ) -> None:
+    def add_table(self, table: _Values, origin: str, warnings: Sequence[str] = ()) -> None:
         """Add the settings of a file, and warnings about it."""
         self._warnings += warnings
         path = origin.removeprefix("file ")
@@ -169,7 +171,7 @@ class Draft:
         name, field = self._model_called(parts[1]), parts[2]
         if len(parts) == 4 and field == "options" and parts[3]:
             if self._name_model(name, variable):
-                key = ("models", name, field, self._option_called(name, parts[3]))
+                key = ("models", name, field, _option_called(self._values, name, parts[3]))
                 self._set(key, toml_value(text), origin)
         elif field == "options":
             example = "__".join([PREFIX + "MODELS", parts[1].upper(), "OPTIONS__KEY"])
@@ -201,12 +203,6 @@ class Draft:
         for name in self._models:
             if re.sub(r"[.-]", "_", name) == spelling:
                 return name
-        return spelling
-
-    def _option_called(self, model: str, spelling: str) -> str:
-        for key in self._values:
-            if key[:3] == ("models", model, "options") and key[-1].lower() == spelling:
-                return key[-1]
         return spelling
 
     def choose(self, model: str) -> None:
@@ -432,6 +428,13 @@ def toml_value(text: str) -> object:
     except tomllib.TOMLDecodeError:
         return text
     return table["value"] if len(table) == 1 else text
+
+
+def _option_called(keys: Iterable[Key], model: str, spelling: str) -> str:
+    for key in keys:
+        if key[:3] == ("models", model, "options") and key[-1].lower() == spelling:
+            return key[-1]
+    return spelling
 
 
 def _words(value: object) -> list[str]:

@@ -18,7 +18,7 @@ def test_every_name_stands_for_something_that_is_there(name):
 
 
 def test_every_form_of_a_source_has_a_place():
-    prefixes = {"torchvision:", "encoder:", "reranker:", "transformers:"}
+    prefixes = {"torchvision:", "encoder:", "reranker:", "transformers:", "torchserve:"}
     others = prefixes | {"AOTInductor", "package.module:Class"}
     named = {*BUILT_IN_SOURCES, *MODEL_FILE_SUFFIXES, CARD_FILE}
     assert named | others == SOURCES.keys()
