@@ -51,6 +51,8 @@ POLICIES: Mapping[str, Policy] = {
     "/ping": "open",
     "/predictions": "predict",
     "/invocations": "predict",
+    "/explanations": "predict",
+    "/wfpredict": "predict",
     MODELS: "admin",
 }
 """The policy of a path and of everything below it; the longest match counts. "/" means itself
