@@ -223,7 +223,7 @@ def send_intermediate_predict_response(
     if context is None or context.send_parts is None:
         raise RuntimeError(
             "this archive is served as one that answers at once, since no Python file in it names "
-            "send_intermediate_predict_response: set options = { streams = true }"
+            "send_intermediate_predict_response: set options = { streaming = true }"
         )
     context.send_parts(ret, req_id_map)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from multiprocessing import parent_process
 from pathlib import Path
+from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
@@ -46,12 +47,16 @@ def loaded_handler(folder: Path, handler: str, context: HandlerContext) -> Handl
     _enter(folder)
     name, _, entry = handler.partition(":")
     name = name.rpartition("/")[2].removesuffix(".py")
-    module = _module_of(folder, name, handler)
-    found = getattr(module, entry or _DEFAULT, None)
-    if inspect.isroutine(found):
-        found(None, context)  # as TorchServe initialises functions
-        return found
-    made = _class_of(module, found, handler)()
+    path = folder.joinpath(*name.split(".")).with_suffix(".py")
+    if name in HANDLERS and not path.is_file():
+        made = resolve_name(HANDLERS[name])()
+    else:
+        module = _module_of(path, name, handler)
+        found = getattr(module, entry or _DEFAULT, None)
+        if inspect.isroutine(found):
+            found(None, context)  # as TorchServe initialises functions
+            return found
+        made = _class_of(module, found, handler)()
     for method in ("initialize", "handle"):
         if not callable(getattr(made, method, None)):
             raise SourceError(
@@ -117,11 +122,8 @@ def _forget_others(root: str) -> None:
     sys.path[:] = [each for each in sys.path if not os.path.isdir(os.path.join(each, "MAR-INF"))]
 
 
-def _module_of(folder: Path, name: str, handler: str) -> ModuleType:
-    """Import a handler's module: of the archive, a built-in one, or an installed one."""
-    path = folder.joinpath(*name.split(".")).with_suffix(".py")
-    if not path.is_file() and name in HANDLERS:
-        return importlib.import_module(f"ts.torch_handler.{name}")
+def _module_of(path: Path, name: str, handler: str) -> ModuleType:
+    """Import a handler's module: of the archive, or an installed one."""
     if not path.is_file() and find_spec(name.partition(".")[0]) is None:
         raise SourceError(
             f"there is no handler {handler!r}: it is a file in the archive, or one of "
@@ -130,7 +132,7 @@ def _module_of(folder: Path, name: str, handler: str) -> ModuleType:
     try:
         module = importlib.import_module(name)
     except raised() as error:
-        raise SourceError(_fault(error, folder, handler)) from error
+        raise SourceError(_fault(error, path.parent, handler)) from error
     if path.is_file() and not _is_from(module, path):
         raise SourceError(
             f"the handler {handler!r} has the name of a module that Python has loaded already "

@@ -100,7 +100,7 @@ def handle(data, context):
     assert head == {
         "status": 201,
         "reason": "Made",
-        "headers": [["X-Kind", "bytes", ""]],
+        "headers": [["X-Kind", "bytes"]],
         "content_type": "image/png",
     }
     assert asked(b"text")[1] == "h\u00e9".encode()
