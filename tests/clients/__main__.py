@@ -20,6 +20,7 @@ from tests.clients.recording import record
 from tests.clients.scripts.telling import KEY
 from tests.clients.service import served
 from tests.clients.texts import TEXT_CLIENTS, text_rows
+from tests.clients.torchserve.side_by_side import record_torchserve, torchserve_rows
 from tests.clients.triton_server import triton
 
 OUT = Path(tempfile.gettempdir()) / "inferpool-clients"
@@ -53,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     environments = Environments(args.out / "environments", args.python)
+    if args.torchserve:
+        return compare_torchserve(environments, args.out / "torchserve", args.record)
     with contextlib.ExitStack() as stack:
         theirs: Ports | None = None
         if args.triton:
@@ -86,6 +89,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--triton", metavar="PYTHON", help="compare with Triton, run by this Python"
+    )
+    parser.add_argument(
+        "--torchserve", action="store_true", help="compare with TorchServe alone; needs Java"
     )
     parser.add_argument("--python", default="3.11", help="Python of the clients")
     parser.add_argument("--out", type=Path, default=OUT, help="folder of environments and logs")
@@ -130,6 +136,17 @@ def call_with_texts(environments: Environments, folder: Path, clients: Sequence[
     rows = [*text_rows(environments, folder, clients)]
     (folder / "calls.json").write_text(json.dumps(rows, indent=1))
     return say_rows(rows)
+
+
+def compare_torchserve(environments: Environments, folder: Path, is_recorded: bool) -> int:
+    """Make all calls to TorchServe and to the service; return 1 if an answer is wrong."""
+    folder.mkdir(exist_ok=True)
+    if is_recorded:
+        record_torchserve(environments, folder)
+        return 0
+    rows = [*torchserve_rows(environments, folder)]
+    (folder / "calls.json").write_text(json.dumps(rows, indent=1))
+    return int(say_rows(rows) > 0)
 
 
 def say_rows(rows: Sequence[tuple[str, str, str, str]]) -> int:

@@ -1,6 +1,6 @@
 """Makes the archives of the tests as torch-model-archiver writes them; the weights are made up.
 
-`archiver_command` is how the real one is asked for the same archive.
+`make_archives` has the real one make the same archives.
 """
 
 import importlib.util
@@ -8,6 +8,7 @@ import itertools
 import json
 import random
 import shutil
+import subprocess
 import sys
 import warnings
 import zipfile
@@ -103,40 +104,67 @@ def write_archives(store: Path, scratch: Path, names: Iterable[str] = tuple(RECI
             archive.writestr("MAR-INF/MANIFEST.json", manifest_of(name, recipe))
 
 
-def write_store(folder: Path) -> Path:
-    """Write all archives to a folder, and such as cannot be served; return it.
+def write_store(folder: Path, archiver: Path | None = None) -> Path:
+    """Write all archives to a folder of archives, and such as cannot be served; return it.
 
     `outside.mar` lies beside it: it must never be reached.
+
+    Args:
+        folder: The folder that this one is made in.
+        archiver: The real torch-model-archiver, if it makes them.
     """
     store = folder / "store"
     store.mkdir()
-    write_archives(store, folder / "sources")
+    if archiver is None:
+        write_archives(store, folder / "sources")
+    else:
+        make_archives(archiver, store, folder / "sources")
     (store / "broken.mar").write_bytes(b"this is no archive")
     shutil.copy(store / "later.mar", folder / "outside.mar")
     return store
 
 
-def archiver_command(program: Path, store: Path, scratch: Path, name: str) -> list[str]:
-    """Return the command by which the real torch-model-archiver makes an archive."""
-    recipe, folder = RECIPES[name], write_sources(name, scratch)
-    own = f"{recipe.handler.partition(':')[0].removesuffix('.py')}.py" in files_of(recipe)
-    flags = {
-        "--model-name": recipe.model or name,
-        "--version": recipe.version,
-        "--handler": str(folder / recipe.handler) if own else recipe.handler,
-        "--export-path": str(store),
-        "--model-file": str(folder / recipe.model_file) if recipe.model_file else "",
-        "--serialized-file": str(folder / recipe.serialized_file) if recipe.serialized_file else "",
-        "--config-file": str(folder / recipe.config_file) if recipe.config_file else "",
-        "--extra-files": ",".join(str(folder / each) for each in recipe.extra_files),
-    }
-    given = [part for flag, value in flags.items() if value for part in (flag, value)]
-    return [str(program), *given, "--force"]
+def make_archives(archiver: Path, store: Path, scratch: Path) -> None:
+    """Make all archives by the real torch-model-archiver, from the files in `scratch`."""
+    for name, recipe in RECIPES.items():
+        folder = write_sources(name, scratch)
+        own = f"{handler_of(recipe)}.py" in files_of(recipe)
+        named = {
+            "--model-file": recipe.model_file,
+            "--serialized-file": recipe.serialized_file,
+            "--config-file": recipe.config_file,
+        }
+        command = [str(archiver), "--model-name", recipe.model or name]
+        command += ["--version", recipe.version, "--export-path", str(scratch)]
+        command += ["--handler", str(folder / recipe.handler) if own else recipe.handler]
+        command += [x for flag, file in named.items() if file for x in (flag, str(folder / file))]
+        if recipe.extra_files:
+            files = ",".join(str(folder / each) for each in recipe.extra_files)
+            command += ["--extra-files", files]
+        subprocess.run([*command, "--force"], check=True)
+        (scratch / f"{recipe.model or name}.mar").rename(store / f"{name}.mar")
+
+
+def members_of(path: Path) -> dict[str, tuple[int, bytes]]:
+    """Return the members of an archive with their kinds of packing, without times."""
+    with zipfile.ZipFile(path) as archive:
+        found = {
+            each.filename: (each.compress_type, archive.read(each)) for each in archive.filelist
+        }
+    kind, text = found["MAR-INF/MANIFEST.json"]
+    created = json.loads(text)["createdOn"]
+    found["MAR-INF/MANIFEST.json"] = kind, text.replace(created.encode(), CREATED.encode())
+    return found
+
+
+def handler_of(recipe: Recipe) -> str:
+    """Return the name of the handler's module."""
+    return recipe.handler.partition(":")[0].removesuffix(".py")
 
 
 def files_of(recipe: Recipe) -> list[str]:
     """Return the files that go into an archive, without the manifest."""
-    handler = recipe.handler.partition(":")[0].removesuffix(".py")
+    handler = handler_of(recipe)
     own = [] if handler in BUILT_IN else [f"{handler}.py"]
     named = (recipe.model_file, recipe.serialized_file, recipe.config_file)
     return [*own, *(each for each in named if each), *recipe.extra_files]

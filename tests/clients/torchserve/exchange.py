@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import dataclasses
 import hashlib
 import http.client
 import re
@@ -131,11 +132,21 @@ def without_chance(text: str) -> str:
     return text
 
 
-def ask_all(ports: Mapping[str, int]) -> dict[str, dict[str, Answer]]:
-    """Send all calls in their order; return the answers by the server's and the call's name."""
+def ask_all(ports: Mapping[str, int], key: str = "") -> dict[str, dict[str, Answer]]:
+    """Send all calls in their order; return the answers by the server's and the call's name.
+
+    Args:
+        ports: Those of the three addresses.
+        key: What calls of management are sent with, which TorchServe does not need.
+    """
     found: dict[str, dict[str, Answer]] = {}
-    for call in (*inference_calls(), *metrics_calls(), *management_calls()):
+    for each in (*inference_calls(), *metrics_calls(), *management_calls()):
+        call = each
         answers = found.setdefault(call.server, {})
         assert call.call not in answers, f"two calls have the name {call.call}"
+        if key and call.server == "management":
+            call = dataclasses.replace(
+                call, headers={**call.headers, "Authorization": f"Bearer {key}"}
+            )
         answers[call.call] = asked(ports[call.server], call)
     return found
