@@ -1,4 +1,4 @@
-"""Flags of the verbs `serve`, `config`, `doctor` and `agent`, beside those of settings.
+"""Flags of the verbs `serve`, `import`, `config`, `doctor` and `agent`, beside those of settings.
 
 The parser of these verbs imports this, so it imports little.
 """
@@ -67,6 +67,17 @@ def add_doctor_flags(parser: ArgumentParser) -> None:
     parser.add_argument("--format", choices=("table", "json"), default="table", help=SUPPRESS)
     _add_json_flag(parser)
     add_access_flags(parser, "administration", ADMIN_KEY_VARIABLE)
+
+
+def add_import_flags(parser: ArgumentParser) -> None:
+    """Add the arguments of `import`."""
+    parser.add_argument("archive", metavar="ARCHIVE", help="a .mar or .tar.gz file")
+    parser.add_argument(
+        "--output", required=True, metavar="FOLDER", help="a new or empty folder for its files"
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="replace the folder of an archive imported before"
+    )
 
 
 def _add_json_flag(parser: ArgumentParser) -> None:

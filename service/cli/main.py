@@ -62,6 +62,7 @@ examples:
   inferpool jobs submit inputs.jsonl --wait    hand many inputs to it as a job
   inferpool train photos/ --output run/        make a classifier from a folder of images
   inferpool serve run/                         and serve it
+  inferpool import model.mar --output served/  unpack an archive of TorchServe
   inferpool top                                watch a service live
   inferpool models swap cats --weights new.pth another version, if it is good enough
   inferpool doctor                             find problems here, and what to do

@@ -61,6 +61,16 @@ VERBS: Mapping[str, Verb] = {
         flags=("inferpool.service.train.flags:add_flags",),
         code="inferpool.service.cli.train:run",
     ),
+    "import": Verb(
+        summary="make a folder that serves from an archive of TorchServe",
+        description="Unpack an archive of TorchServe into a folder that `inferpool serve` serves, "
+        "and say what is in it. An archive is code, which runs when it is served; this verb runs "
+        "none of it, and installs nothing. Exit status: 0 if the folder was made, 1 if the archive "
+        "is refused or cannot be read, 2 for wrong arguments, 130 after Ctrl-C. After any failure "
+        "the folder is as it was.",
+        flags=("inferpool.service.cli.flags:add_import_flags",),
+        code="inferpool.service.cli.importing:run",
+    ),
     "top": verbs.VERBS["top"],
     "models": replace(
         verbs.VERBS["models"],  # with flags and checks that need the settings of a model

@@ -46,14 +46,13 @@ _USED = (
     "default_response_timeout", "default_startup_timeout", "job_queue_size", "max_request_size",
     "number_of_gpu", "cors_allowed_origin", "certificate_file", "private_key_file",
     "enable_envvars_config", "use_env_allowed_urls", "enable_metrics_api", "metrics_mode",
-    "disable_token_authorization", "enable_model_api",
+    "disable_token_authorization", "enable_model_api", "service_envelope",
 )  # fmt: skip
 _NOT_DONE = {
     "install_py_dep_per_model": (
         "nothing is installed for an archive: run `pip install -r` with its requirements file "
         "yourself"
     ),
-    "service_envelope": "no envelope is put around handlers",
     "default_service_handler": "an archive must name its handler",
     "blacklist_env_vars": "handlers see all variables of the environment",
     "decode_input_request": "JSON bodies always reach handlers parsed",
@@ -66,7 +65,7 @@ _NOT_DONE = {
 _HARMLESS = {
     "decode_input_request": "true", "limit_max_image_pixels": "true",
     "install_py_dep_per_model": "false", "enable_grpc_ssl": "false", "blacklist_env_vars": "",
-    "service_envelope": "", "default_service_handler": "", "system_metrics_cmd": "",
+    "default_service_handler": "", "system_metrics_cmd": "",
 }  # fmt: skip
 """Values of these keys that ask for nothing."""
 _NO_EFFECT = (
@@ -262,8 +261,13 @@ def model_of_store(
         "source": str(archive) if is_file else f"torchserve:{archive}",
         **settings_of_archive(facts, given),
     }
+    options: dict[str, str] = {}
     if name and name != facts.name:
-        table["options"] = {"name": name}
+        options["name"] = name
+    if envelope := properties.get("service_envelope", "").strip():
+        options["envelope"] = envelope
+    if options:
+        table["options"] = options
     if properties.number("number_of_gpu") == 0:
         table["devices"] = "cpu"
     return table

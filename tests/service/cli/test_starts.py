@@ -29,6 +29,7 @@ _NOT_BY_CODE = {
     "top": (*_TORCH, *_SERVER, *_SETTINGS, "numpy", "inferpool.workers", _CLIENT),
     "models": (*_TORCH, *_SERVER, "numpy", _CLIENT, _TOP, _TOOLS["tune"]),
     "place": (*_TORCH, *_SERVER, "numpy", _CLIENT, _TOP, _TOOLS["tune"], "ray"),
+    "import": (*_TORCH, *_SERVER, *_SETTINGS, *_CLIENTS, *_TOOLS.values(), "numpy", "yaml"),
     "config": (*_TORCH, *_SERVER, *_CLIENTS, *_TOOLS.values(), "numpy", "asyncio", "rich"),
     "doctor": (*_TORCH, *_SERVER, *_CLIENTS, _TOOLS["chaos"], _TOOLS["tune"], _TOP),
     "tune": (*_TORCH, *_SERVER, _TOOLS["chaos"], _TOOLS["doctor"], _TOP),
