@@ -36,8 +36,9 @@ _OF_CONNECTION = (
     "upgrade",
 )
 _OF_US = ("server-timing", "traceparent", "tracestate", "ts_stream_next", "x-request-id")
-_OURS = frozenset((*_OF_CONNECTION, *_OF_US))
-"""Headers that a handler cannot set: those of the connection, and ours."""
+_OURS = frozenset((*_OF_CONNECTION, *_OF_US, *(name.decode() for name, _ in UNCACHED)))
+"""Headers that a handler cannot set: those of the connection, ours, and as in TorchServe, those
+against caches."""
 _ALWAYS: Headers = [
     *UNCACHED,
     # So that a browser runs nothing that a client sent and a handler returns.

@@ -151,7 +151,7 @@ def test_a_handler_decides_status_headers_and_type() -> None:
     head = {
         "status": 418,
         "reason": "Teapot",
-        "headers": [["X-A", "b"], ["Content-Length", "99"], ["X-Request-Id", "z"]],
+        "headers": [["X-A", "b"], ["Content-Length", "99"], ["X-Request-Id", "z"], ["Pragma", "x"]],
         "content_type": "text/html",
     }
     found = call(served(archive(reply=lambda _: answer(b"<p>", **head))), "POST", PATH)
@@ -159,6 +159,7 @@ def test_a_handler_decides_status_headers_and_type() -> None:
     assert found.headers["content-type"] == "text/html"
     assert (found.headers["x-a"], found.headers["content-length"]) == ("b", "3")
     assert found.headers["x-request-id"] != "z"
+    assert found.headers["pragma"] == "no-cache"
     assert found.headers["content-security-policy"] == "sandbox"
 
 
