@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from inferpool.models.accelerator.device import is_accelerator, synchronize
 from inferpool.models.errors import ModelError, SourceError
 from inferpool.models.files.checkpoint import first_line, load_weights
-from inferpool.models.files.kinds import problem_of_file
+from inferpool.models.files.kinds import kind_of
 from inferpool.models.torchserve.handlers.util import list_classes_from_module, load_label_mapping
 
 logger = logging.getLogger(__name__)
@@ -115,8 +115,11 @@ class BaseHandler(ABC):  # noqa: B024 - users' classes expect an abstract one th
         Raises:
             SourceError: The file is no such archive, or is damaged.
         """
-        if problem := problem_of_file(Path(model_pt_path), "torchscript"):
-            raise SourceError(problem)
+        if kind_of(Path(model_pt_path)) != "torchscript":
+            raise SourceError(
+                f"{model_pt_path} is missing, or no TorchScript file, which an archive without a "
+                "class needs: give it a --model-file with the network's class"
+            )
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch.jit is deprecated; the archive is as it is
@@ -261,8 +264,9 @@ def _onnx_session(path: str, device: torch.device | None) -> Any:
         ) from None
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    wanted = f"{device.type.upper() if device else 'CPU'}ExecutionProvider"
-    providers = [wanted] if wanted in onnxruntime.get_available_providers() else []
+    kinds = dict.fromkeys([device.type if device else "cpu", "cpu"])
+    known = onnxruntime.get_available_providers()
+    wanted = [f"{kind.upper()}ExecutionProvider" for kind in kinds]
     return onnxruntime.InferenceSession(
-        path, options, providers=[*providers, "CPUExecutionProvider"]
+        path, options, providers=[each for each in wanted if each in known]
     )
