@@ -1,6 +1,9 @@
 """Builds the model of an archive of TorchServe, which serves without it. Worker processes only."""
 
+from dataclasses import replace
 from pathlib import Path
+
+from msgspec import structs
 
 from inferpool.models.base import Model
 from inferpool.models.torchserve.archive import read_facts
@@ -11,12 +14,18 @@ from inferpool.models.torchserve.unpacking import unpacked
 
 
 def model_of_archive(
-    path: Path | str, *, streaming: bool | None = None, envelope: str | None = None
+    path: Path | str,
+    *,
+    name: str | None = None,
+    streaming: bool | None = None,
+    envelope: str | None = None,
 ) -> Model:
     """Build the model of an archive; nothing of it runs before `load`.
 
     Args:
         path: A `.mar` or `.tar.gz`, or a folder with an archive's files.
+        name: The name that the handler and clients of TorchServe know it by; by default its
+            manifest's.
         streaming: Whether its answers come in parts; by default if a Python file in it names
             `send_intermediate_predict_response`.
         envelope: TorchServe's `service_envelope`: "body" or "json".
@@ -25,6 +34,8 @@ def model_of_archive(
         ModelError: It is no archive, or asks for what cannot be done.
     """
     facts = read_facts(Path(path))
+    if name is not None:
+        facts = replace(facts, model=structs.replace(facts.model, model_name=name))
     check_config(facts)
     folder = unpacked(Path(path))
     if streaming is None:

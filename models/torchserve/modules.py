@@ -29,7 +29,10 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
         "Context": f"{_OURS}.context:HandlerContext",
         "RequestProcessor": f"{_OURS}.context:RequestProcessor",
     },
-    "ts.service": {"emit_metrics": f"{_METRICS}:emit_metrics"},
+    "ts.service": {
+        "emit_metrics": f"{_METRICS}:emit_metrics",
+        "PredictionException": f"{MODULES['ts.utils.util']}:PredictionException",
+    },
     "ts.handler_utils.utils": {
         "send_intermediate_predict_response": _SEND,
         "import_class": f"{_OURS}.loading:import_class",

@@ -75,7 +75,10 @@ def test_a_class_gets_all_requests_of_a_batch_in_one_call(tmp_path):
 def test_a_mar_answers_as_its_folder_does(tmp_path):
     path = make_mar(tmp_path / "toy.mar")
 
-    assert answers(loaded(model_of_archive(path)), [bytes_item(b"")]) == ["ok"]
+    model = loaded(model_of_archive(path, name="other"))
+
+    assert answers(model, [bytes_item(b"")]) == ["ok"]
+    assert model.archive.name == "other"
 
 
 def test_a_protocol_gets_the_bytes_that_torchserve_would_send(tmp_path):
