@@ -78,7 +78,7 @@ def models_router(folder: str, catalog: Catalog, changes: Changes) -> APIRouter:
         for gone in loaded.keys() - catalog.serving.keys():
             del loaded[gone]
         loaded[key] = asked
-        return _json({"status": f"Model {asked.name!r} is loaded"})
+        return _json({"status": "Workers scaled"})
 
     @router.get("", summary="The models that are loaded")
     async def list_loaded(
@@ -105,7 +105,7 @@ def models_router(folder: str, catalog: Catalog, changes: Changes) -> APIRouter:
         changes.begin_remove(key, ephemeral=True)
         await changes.until_decided(key)
         loaded.pop(key, None)
-        return _json({"status": f"Model {model!r} is unloaded"})
+        return _json({"status": f'Model "{model}" unregistered'})
 
     return router
 
@@ -128,6 +128,7 @@ def _source_of(url: str, folder: str) -> str:
 
     Raises:
         InvalidInputError: It is elsewhere, has a link in it, or has no model.
+        UnknownModelError: There is no such folder.
     """
     path, base = Path(url), Path(folder)
     if ".." in path.parts or "\0" in url or not path.is_relative_to(base) or path == base:
@@ -149,7 +150,7 @@ def _check_folder(place: Path, url: str) -> None:
     try:
         mode = place.lstat().st_mode
     except (OSError, ValueError):
-        raise InvalidInputError(f"url: there is no folder {url[:200]!r}") from None
+        raise UnknownModelError(f"url: there is no folder {url[:200]!r}") from None
     if not stat.S_ISDIR(mode):
         raise InvalidInputError(f"url: {place} is not a folder; links are not followed")
 

@@ -109,15 +109,19 @@ def decode_csv(content_type: bytes, chunks: Sequence[bytes], head: BodyContext) 
     return Decoded(payloads, is_batch=True)
 
 
-def csv_of(values: Sequence[bytes]) -> bytes:
+def csv_of(values: Sequence[bytes], *, is_batch: bool) -> bytes:
     """Render answers as rows, with the numbers and texts of each in their order.
+
+    A list that answers a single instance has its first dimension along the rows.
 
     Raises:
         NotAcceptableError: One is nested too deep for a row.
     """
+    answers = [_any.decode(value) for value in values]
+    if not is_batch and isinstance(answers[0], list):
+        answers = answers[0]
     stream = io.StringIO(newline="")
-    writer = csv.writer(stream, lineterminator="\n")
-    writer.writerows(list(_cells_of(_any.decode(value))) for value in values)
+    csv.writer(stream, lineterminator="\n").writerows(list(_cells_of(each)) for each in answers)
     return stream.getvalue().encode()
 
 

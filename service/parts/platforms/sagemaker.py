@@ -174,7 +174,7 @@ class _ReadInvocation(InvocationProtocol):
         if self._form == "lines":
             media_type, body = b"application/jsonlines", b"".join(b"%b\n" % each for each in values)
         else:
-            media_type, body = b"text/csv; charset=utf-8", csv_of(values)
+            media_type, body = b"text/csv", csv_of(values, is_batch=self._is_batch)
         return 200, [(b"content-type", media_type), _length_of(body)], body
 
 

@@ -194,6 +194,11 @@ def kinds(decoded: Decoded) -> list[tuple[str, bytes]]:
     return [(payload.kind, body_of(payload)) for payload in decoded.payloads]
 
 
+def kinds_of(model: FakeModel) -> list[tuple[str, bytes]]:
+    """Return the kind and the bytes of each instance that a model got."""
+    return [(each.kind, body) for each, body in zip(model.payloads, model.bodies, strict=True)]
+
+
 def endpoint(model: ModelEntry, **options: object) -> Predict:
     return Predict({model.name: model}, default=model.name, **options)  # type: ignore[arg-type]
 
