@@ -53,7 +53,7 @@ class HandlerProtocol(CallProtocol):
         Raises:
             ServiceError: It names none, or cannot be read.
         """
-        form = read_form(exchange.call, chunks)
+        form = read_form(exchange.call, chunks, exchange.predict.limits)
         name = name_among([(each.name.encode(), each.content) for each in form or ()])
         if name is None:
             raise BadRequestError(_NO_NAME)
@@ -80,7 +80,7 @@ class HandlerProtocol(CallProtocol):
             return decode(given, list(map(bytes, chunks)), head)
         if interface.streams:
             call.chosen = "pieces"
-        return read_call(exchange, asked, self._form_of(call, chunks), chunks)
+        return read_call(exchange, asked, self._form_of(exchange, chunks), chunks)
 
     def reply(self, call: Call, outcomes: Sequence[Outcome]) -> Answer:
         """Render what a handler returned, or the outcomes of a model that is no archive.
@@ -105,8 +105,8 @@ class HandlerProtocol(CallProtocol):
         """Return the bytes of a later part."""
         return next_piece(part)
 
-    def _form_of(self, call: Call, chunks: Sequence[Buffer]) -> list[Field] | None:
-        return read_form(call, chunks)
+    def _form_of(self, exchange: Exchange, chunks: Sequence[Buffer]) -> list[Field] | None:
+        return read_form(exchange.call, chunks, exchange.predict.limits)
 
 
 class _NamedProtocol(HandlerProtocol):
@@ -125,6 +125,6 @@ class _NamedProtocol(HandlerProtocol):
     def problem(self, error: ServiceError, call: Call) -> Answer:
         return error_answer(error, call, self._name)
 
-    def _form_of(self, call: Call, chunks: Sequence[Buffer]) -> list[Field] | None:
+    def _form_of(self, exchange: Exchange, chunks: Sequence[Buffer]) -> list[Field] | None:
         form, self._form = self._form, None  # so that the call does not keep its body
         return form

@@ -312,8 +312,12 @@ def test_bodies_and_heads_are_bounded() -> None:
     assert error(call(predict, "POST", PATH, headers=long))[0] == 431
     assert error(call(predict, "POST", PATH, content=b"x" * 20_001))[0] == 413
     form = {"content-type": "application/x-www-form-urlencoded"}
-    for content in (b"&".join([b"a=1"] * 257), b"a" * 17_000 + b"=1"):
+    for content in (b"&".join([b"a=1"] * 258), b"a" * 17_000 + b"=1"):
         assert error(call(predict, "POST", PATH, content=content, headers=form))[0] == 413
+    roomy = served(archive(), limits=Limits(max_json_bytes=300_000))
+    for content in (b"a=" + b"b" * 300_000, b"a=" + b"%41" * 65_537):
+        found = call(roomy, "POST", PATH, content=content, headers=form)
+        assert (found.status_code, "curl -F" in found.json()["message"]) == (413, True)
     query = "&".join(["a=1"] * 257)
     assert error(call(predict, "POST", f"/fake/predict?{query}"))[0] == 413
     many_parts = {str(index): b"1" for index in range(257)}
