@@ -33,6 +33,8 @@ DEFAULT_ADDRESSES = {
 }
 RESPONSE_TIMEOUT_S = 120
 """TorchServe's `default_response_timeout`."""
+_MAX_TIMEOUT_S = 300.0
+"""Our own `max_timeout_s` where it is not set."""
 _PORTS = {
     "inference_address": (80, 443), "management_address": (8081, 8444),
     "metrics_address": (8082, 8445),
@@ -104,6 +106,8 @@ class Properties(dict[str, str]):
         super().__init__(values)
         self.path = path
         self.lines = dict(lines)
+        self.num_visible = 0
+        """The GPUs that CUDA_VISIBLE_DEVICES names."""
 
     def place(self, key: str) -> str:
         """Return the place of a key for errors."""
@@ -164,6 +168,8 @@ def read_properties(path: Path, environ: Mapping[str, str] | None = None) -> Pro
     for line, key, value in _parse(text):
         lines[key], values[key] = line, value
     properties = Properties(path, lines, values)
+    if visible := environ.get("CUDA_VISIBLE_DEVICES"):
+        properties.num_visible = len(visible.split(","))
     for key, value in values.items():
         properties[key] = _resolved(properties, key, value, environ)
     if properties.is_true("enable_envvars_config"):
@@ -208,8 +214,9 @@ def settings_of(path: Path, environ: Mapping[str, str], cwd: Path) -> "Meaning":
     properties = read_properties(cwd / path, environ)
     properties.path = path
     meaning = Meaning()
-    _add_service(meaning, properties, environ)
+    _add_service(meaning, properties)
     _add_models(meaning, properties, cwd)
+    _add_timeouts(meaning, properties)
     meaning.warnings += _warnings_of(properties)
     if meaning.problems:
         raise SettingsError(meaning.problems)
@@ -268,8 +275,11 @@ def model_of_store(
         options["envelope"] = envelope
     if options:
         table["options"] = options
-    if properties.number("number_of_gpu") == 0:
+    num_gpus = properties.number("number_of_gpu")
+    if num_gpus == 0:
         table["devices"] = "cpu"
+    elif num_gpus and num_gpus < properties.num_visible:
+        table.setdefault("devices", f"cuda:{','.join(map(str, range(num_gpus)))}")
     return table
 
 
@@ -339,9 +349,10 @@ def _resolved(properties: Properties, key: str, value: str, environ: Mapping[str
     return _REFERENCE.sub(of, value)
 
 
-def _add_service(meaning: Meaning, properties: Properties, environ: Mapping[str, str]) -> None:
+def _add_service(meaning: Meaning, properties: Properties) -> None:
     """Add the settings that are not those of a model."""
     table = meaning.table
+    table["torchserve"] = str(properties.path)  # it may serve no model
     address = address_of(properties, "inference_address")
     table["host"], table["port"] = address.host, address.port
     if "keystore" in properties:
@@ -365,15 +376,24 @@ def _add_service(meaning: Meaning, properties: Properties, environ: Mapping[str,
         table["max_body_bytes"] = max(num, 1024)
         table["max_json_bytes"] = max(num, 1024)
         table["arena_bytes"] = "auto"
-    timeout = properties.number("default_response_timeout", least=1) or RESPONSE_TIMEOUT_S
-    table["default_timeout_s"] = float(timeout)
-    if timeout > 300:
-        table["max_timeout_s"] = float(timeout)
     if origin := properties.get("cors_allowed_origin", "").strip():
         table["cors_origins"] = origin
-    if num := properties.number("number_of_gpu"):
-        visible = environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(min(num, 64))))
-        table["cuda_visible_devices"] = ",".join(visible.split(",")[:num])
+    if (num := properties.number("number_of_gpu")) and not properties.num_visible:
+        table["cuda_visible_devices"] = ",".join(map(str, range(min(num, 64))))
+
+
+def _add_timeouts(meaning: Meaning, properties: Properties) -> None:
+    """Add the time of calls, for which TorchServe has no bound.
+
+    It is twice the time of the slowest batch, so that a call behind one that hangs is answered.
+    """
+    timeouts: list[Any] = [properties.number("default_response_timeout", least=1)]
+    models: Any = meaning.table.get("models", {})
+    timeouts += [model.get("batch_timeout_s") for model in models.values()]
+    longest = 2.0 * max([each for each in timeouts if each] or [RESPONSE_TIMEOUT_S])
+    meaning.table["default_timeout_s"] = longest
+    if longest > _MAX_TIMEOUT_S:
+        meaning.table["max_timeout_s"] = longest
 
 
 def _add_models(meaning: Meaning, properties: Properties, cwd: Path) -> None:
