@@ -200,12 +200,16 @@ def address_of(properties: Properties, key: str) -> Address:
     )
 
 
-def settings_of(path: Path, environ: Mapping[str, str], cwd: Path) -> "Meaning":
+def settings_of(
+    path: Path, environ: Mapping[str, str], file: Mapping[str, object], cwd: Path
+) -> "Meaning":
     """Return what a `config.properties` means.
 
     Args:
         path: The file, relative to `cwd`.
         environ: The environment.
+        file: The table of our own file. What it sets holds against defaults of TorchServe's, and
+            what it sets for a model holds.
         cwd: The current folder.
 
     Raises:
@@ -218,6 +222,7 @@ def settings_of(path: Path, environ: Mapping[str, str], cwd: Path) -> "Meaning":
     _add_models(meaning, properties, cwd)
     _add_timeouts(meaning, properties)
     meaning.warnings += _warnings_of(properties)
+    _leave_to(file, meaning.table, properties)
     if meaning.problems:
         raise SettingsError(meaning.problems)
     return meaning
@@ -380,6 +385,21 @@ def _add_service(meaning: Meaning, properties: Properties) -> None:
         table["cors_origins"] = origin
     if (num := properties.number("number_of_gpu")) and not properties.num_visible:
         table["cuda_visible_devices"] = ",".join(map(str, range(min(num, 64))))
+
+
+def _leave_to(file: Mapping[str, Any], table: dict[str, Any], properties: Properties) -> None:
+    """Remove the settings that our own file gives, where TorchServe's does not name them."""
+    derived = ["default_timeout_s", "max_timeout_s", "default_model"]
+    if "inference_address" not in properties:
+        derived += ["host", "port"]
+    for name in derived:
+        if name in file:
+            table.pop(name, None)
+    models = file.get("models")
+    for name, model in table.get("models", {}).items():
+        own = models.get(name) if isinstance(models, dict) else None
+        for key in own if isinstance(own, dict) else ():
+            model.pop(key, None)
 
 
 def _add_timeouts(meaning: Meaning, properties: Properties) -> None:

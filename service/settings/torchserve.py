@@ -16,5 +16,5 @@ def settings_of_torchserve(
         return
     from inferpool.service.settings.properties import settings_of
 
-    meaning = settings_of(Path(path), environ, cwd)
+    meaning = settings_of(Path(path), environ, file, cwd)
     yield meaning.table, f"file {path}", meaning.warnings

@@ -162,6 +162,20 @@ def test_our_variables_and_flags_win(tmp_path: Path, store: Path) -> None:
     assert list(by_variable.models) == list(by_file.models) == ["a"]
 
 
+def test_our_file_wins_against_defaults_and_for_its_models(tmp_path: Path, store: Path) -> None:
+    make_mar(store / "a.mar", name="a")
+    (tmp_path / "inferpool.toml").write_text(
+        "port = 7000\ndefault_timeout_s = 5.0\nmax_queue_length = 3\n"
+        "[models.a]\nmax_batch_size = 9\n"
+    )
+    text = "model_store=store\nload_models=a.mar\njob_queue_size=4\n"
+    settings = loaded(tmp_path, text).settings
+    assert (settings.port, settings.default_timeout_s, settings.max_queue_length) == (7000, 5, 4)
+    assert (settings.models["a"].max_batch_size, settings.models["a"].batch_timeout_s) == (9, 120)
+    settings = loaded(tmp_path, f"{text}inference_address=http://127.0.0.1:7001\n").settings
+    assert settings.port == 7001
+
+
 def test_models_are_named_by_load_models(tmp_path: Path, store: Path) -> None:
     make_mar(store / "a.mar", name="a")
     settings = loaded(tmp_path, "model_store=store\nload_models=Foo_1=a.mar, a.mar").settings
