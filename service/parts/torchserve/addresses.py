@@ -25,7 +25,7 @@ from inferpool.service.api.wire.protocol import PredictProtocol
 from inferpool.service.api.wire.server import DrainingServer
 from inferpool.service.endpoint import server_config
 from inferpool.service.errors import ServiceError
-from inferpool.service.parts.torchserve.description import RefusedError
+from inferpool.service.parts.torchserve.description import ManagementRefusedError
 from inferpool.service.parts.torchserve.errors import UNCACHED, error_answer
 from inferpool.service.parts.torchserve.json import error_body
 from inferpool.service.settings.settings import Settings, is_loopback
@@ -63,13 +63,13 @@ class Access:
         """Check that a call may be made.
 
         Raises:
-            RefusedError: It may not, by nobody or from here.
+            ManagementRefusedError: It may not, by nobody or from here.
             UnauthorizedError: It needs a key, and has no known one.
             ForbiddenError: Its key is for something else.
         """
         try:
             self._check(request)
-        except (ServiceError, RefusedError) as error:
+        except (ServiceError, ManagementRefusedError) as error:
             if self._refusals.may_write():
                 logger.warning("admin: refused %s: %s", request.method, error)
             raise
@@ -80,13 +80,13 @@ class Access:
         by_page = "origin" in headers or headers.get("sec-fetch-site", "none") != "none"
         if by_page and not is_reading:
             text = "a page in a browser may change nothing here"
-            raise RefusedError(403, "ForbiddenException", text)
+            raise ManagementRefusedError(403, "ForbiddenException", text)
         is_near = self._is_local and not any(each in headers for each in _FORWARDED)
         is_free = request.method not in ("POST", "DELETE")
         if is_near and is_free and _names_this_host(headers.get("host", "")):
             return
         if "admin" not in self._guard.restricted:
-            raise RefusedError(
+            raise ManagementRefusedError(
                 403,
                 "InvalidKeyException",
                 "this needs an admin key, and there is none: set INFERPOOL_ADMIN_KEYS or "
@@ -103,7 +103,7 @@ def router_of(path: str, answer: Answerer, check: Callable[[Request], None]) -> 
         try:
             check(request)
             return await answer(request)
-        except RefusedError as error:
+        except ManagementRefusedError as error:
             body = error_body(error.status, error.kind, error.message)
             response = Response(body, error.status, media_type="application/json")
             response.raw_headers += UNCACHED

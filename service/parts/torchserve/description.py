@@ -22,10 +22,14 @@ from inferpool.workers.host.slots import WorkerSlot
 
 MAX_LISTED = 100
 """Models in one answer; TorchServe's `ApiUtils.getModelList`."""
+_OF_SEQUENCES = (
+    "sequenceMaxIdleMSec", "sequenceTimeoutMSec", "maxNumSequence", "maxSequenceJobQueueSize"
+)  # fmt: skip
+"""Numbers of its stateful models, which there are none of here."""
 _READY = frozenset(["ready", "degraded"])
 
 
-class RefusedError(Exception):
+class ManagementRefusedError(Exception):
     """A call is refused; `kind` is the name of the exception that TorchServe has for it."""
 
     def __init__(self, status: int, kind: str, message: str) -> None:
@@ -35,30 +39,30 @@ class RefusedError(Exception):
         self.message = message
 
 
-def no_version(message: str) -> RefusedError:
+def no_version(message: str) -> ManagementRefusedError:
     """Return the error for a version that a model does not have."""
-    return RefusedError(404, "ModelVersionNotFoundException", message)
+    return ManagementRefusedError(404, "ModelVersionNotFoundException", message)
 
 
-def bad_request(text: str) -> RefusedError:
+def bad_request(text: str) -> ManagementRefusedError:
     """Return the error for parameters that cannot be used."""
-    return RefusedError(400, "BadRequestException", text)
+    return ManagementRefusedError(400, "BadRequestException", text)
 
 
-def conflict(text: str) -> RefusedError:
+def conflict(text: str) -> ManagementRefusedError:
     """Return the error for something that does not go with what is served."""
-    return RefusedError(409, "ConflictStatusException", text)
+    return ManagementRefusedError(409, "ConflictStatusException", text)
 
 
-def not_allowed() -> RefusedError:
+def not_allowed() -> ManagementRefusedError:
     """Return the error for a method that a path does not take."""
     text = "Requested method is not allowed, please refer to API document."
-    return RefusedError(405, "MethodNotAllowedException", text)
+    return ManagementRefusedError(405, "MethodNotAllowedException", text)
 
 
-def no_resource() -> RefusedError:
+def no_resource() -> ManagementRefusedError:
     """Return the error for a path without anything."""
-    return RefusedError(404, "ResourceNotFoundException", NO_RESOURCE)
+    return ManagementRefusedError(404, "ResourceNotFoundException", NO_RESOURCE)
 
 
 def key_of_version(name: str, label: str) -> str:
@@ -66,7 +70,7 @@ def key_of_version(name: str, label: str) -> str:
     return key_of_model(f"{name[: 63 - len(label)]}-{label}")
 
 
-class ServedModels:
+class NamedModels:
     """The models of a catalog by the names and versions that clients of TorchServe know."""
 
     def __init__(self, catalog: Catalog) -> None:
@@ -129,11 +133,13 @@ class ServedModels:
         """Return the versions of a model that are loaded; first the one for calls that name none.
 
         Raises:
-            RefusedError: There is none.
+            ManagementRefusedError: There is none.
         """
         serving = [each for each in self._serving() if name in (self.name_of(each), each.name)]
         if not serving:
-            raise RefusedError(404, "ModelNotFoundException", f"Model not found: {name[:80]}")
+            raise ManagementRefusedError(
+                404, "ModelNotFoundException", f"Model not found: {name[:80]}"
+            )
         serving.sort(key=lambda each: each.name not in (name, key_of_model(name)))
         beside = [each for one in serving for each in self._catalog.versions(one.name)]
         return [*serving, *(each for each in beside if each not in serving)]
@@ -142,7 +148,7 @@ class ServedModels:
         """Return a version of a model by the version of its archive; None for the usual one.
 
         Raises:
-            RefusedError: There is none.
+            ManagementRefusedError: There is none.
         """
         for version in self.versions(name):
             if label is None or label == self.label_of(version):
@@ -166,6 +172,7 @@ class ServedModels:
             "maxBatchDelay": int(settings.batch_wait_ms),
             **({} if timeout_s == "auto" else {"responseTimeout": int(timeout_s)}),
             "startupTimeout": int(settings.load_timeout_s),
+            "clientTimeoutInMills": 0,
             "parallelType": "",
             "parallelLevel": 0,
             "deviceType": "cpu" if on_cpu else "gpu",
@@ -173,6 +180,7 @@ class ServedModels:
             "useJobTicket": False,
             "useVenv": False,
             "stateful": False,
+            **dict.fromkeys(_OF_SEQUENCES, 0),
             "loadedAtStartup": version.name in self._at_start,
             "workers": [_worker(slot) for slot in pool.slots],
             "jobQueueStatus": {
@@ -197,17 +205,16 @@ def _url_of(version: ModelVersion) -> str:
 def _worker(slot: WorkerSlot) -> Mapping[str, Any]:
     health = worker_health(slot)
     on_gpu = _is_on_gpu(slot)
-    shown: dict[str, Any] = {
+    began = "" if health.pid is None or health.host else _start_of(health.pid)
+    return {
         "id": health.name,
+        **({"startTime": began} if began else {}),
         "status": "READY" if health.state in _READY else "UNLOADING",
         "memoryUsage": health.rss_bytes or 0,
         "pid": health.pid or -1,
         "gpu": on_gpu,
         "gpuUsage": health.device if on_gpu else "N/A",
     }
-    if health.pid and not health.host and (began := _start_of(health.pid)):
-        shown["startTime"] = began
-    return shown
 
 
 def _is_on_gpu(slot: WorkerSlot) -> bool:

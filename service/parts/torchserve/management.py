@@ -5,6 +5,7 @@ but the next start forgets it, as TorchServe does that is started with a file of
 """
 
 import asyncio
+import contextlib
 import re
 from collections.abc import Mapping
 
@@ -12,14 +13,14 @@ from fastapi import Request, Response
 
 from inferpool.service.api.errors import CALL_KEY
 from inferpool.service.catalog.catalog import Catalog
-from inferpool.service.errors import RestartFailedError, VersionRefusedError
+from inferpool.service.errors import RestartFailedError, ServiceError, VersionRefusedError
 from inferpool.service.parts.admin.bodies import body_of, object_in
 from inferpool.service.parts.admin.routes import record
 from inferpool.service.parts.swap.changes import Changes
 from inferpool.service.parts.torchserve.description import (
     MAX_LISTED,
-    RefusedError,
-    ServedModels,
+    ManagementRefusedError,
+    NamedModels,
     bad_request,
     conflict,
     key_of_version,
@@ -44,7 +45,7 @@ class Management:
     """Answers the calls of the Management API. Whoever serves it has checked the key."""
 
     def __init__(
-        self, catalog: Catalog, served: ServedModels, changes: Changes, store: ModelStore
+        self, catalog: Catalog, served: NamedModels, changes: Changes, store: ModelStore
     ) -> None:
         """Answer for the models of a catalog.
 
@@ -63,7 +64,7 @@ class Management:
         """Answer a call.
 
         Raises:
-            RefusedError: It is refused, in TorchServe's words.
+            ManagementRefusedError: It is refused, in TorchServe's words.
             ServiceError: It is refused.
         """
         first, *rest = request.scope[CALL_KEY].path.strip("/").split("/")
@@ -123,11 +124,16 @@ class Management:
         version = self._served.version(name, label)
         if self._catalog.version(version.name) is not version:
             raise conflict(f"Model version: {label} does not serve; only one that does scales")
+        is_patient = _is_true(request.query_params, default=False)
+        if is_patient:  # what goes on may be an earlier call to scale
+            with contextlib.suppress(ServiceError):
+                await self._until_decided(version.name)
+            version = self._served.version(name, label)
         if len(version.pool.slots) != num:
             wanted = {"replicas": num, "policy": "force", "rollback_s": 0, "ephemeral": True}
             self._changes.begin_swap(version.name, wanted)
             record(request, f"scale {version.name} to {num} workers")
-        if not await self._is_done(request, version.name, by_default=False):
+        if not is_patient or not await self._until_decided(version.name):
             return _status(_IN_PROGRESS, 202)
         suffix = f", version: {label}" if label else ""
         return _status(f"Workers scaled to {num} for model: {name}{suffix}")
@@ -152,7 +158,7 @@ class Management:
         self._changes.begin_add({"name": key, **found.settings, "ephemeral": True})
         self._served.remember(str(found.settings["source"]), name, label)
         record(request, f"add {key}, which is {found.file} of the model store")
-        if not await self._is_done(request, key, by_default=_is_true(asked, default=True)):
+        if not _is_true(asked, default=True) or not await self._until_decided(key):
             return _status(_IN_PROGRESS, 202)
         num = len(self._catalog.version(key).pool.slots)
         return _status(f'Model "{name}" Version: {label} registered with {num} initial workers')
@@ -161,7 +167,7 @@ class Management:
         """Return the name here of a version of a model.
 
         Raises:
-            RefusedError: It is served already.
+            ManagementRefusedError: It is served already.
         """
         key, own = key_of_model(name), key_of_version(name, label)
         if key not in self._catalog.serving:
@@ -178,20 +184,18 @@ class Management:
         others = [each for each in self._served.versions(name) if each.name != version.name]
         if others and version is self._served.version(name):
             text = f"Cannot remove default version for model {name}"
-            raise RefusedError(403, "InvalidModelVersionException", text)
+            raise ManagementRefusedError(403, "InvalidModelVersionException", text)
         self._changes.begin_remove(version.name, ephemeral=True)
         record(request, f"remove {version.name}")
         await self._changes.until_decided(version.name)
         return _status(f'Model "{name}" unregistered')
 
-    async def _is_done(self, request: Request, name: str, *, by_default: bool) -> bool:
-        """Wait for a change as long as the caller wants; return whether it is done.
+    async def _until_decided(self, name: str) -> bool:
+        """Wait for a change of a model, but not forever; return whether it is done.
 
         Raises:
             ServiceError: It has failed.
         """
-        if not _is_true(request.query_params, default=by_default):
-            return False
         try:
             async with asyncio.timeout(_ANSWER_S):
                 await self._changes.until_decided(name)

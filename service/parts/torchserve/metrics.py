@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from inferpool.service.parts.torchserve.description import ServedModels
+from inferpool.service.parts.torchserve.description import NamedModels
 from inferpool.service.service import Service
 from inferpool.service.telemetry.distribution import Distribution
 from inferpool.service.telemetry.metrics import ModelMetrics
@@ -72,7 +72,7 @@ class _Mean:
 class TorchServeMetrics:
     """Renders the metrics of a service."""
 
-    def __init__(self, service: Service, served: ServedModels) -> None:
+    def __init__(self, service: Service, served: NamedModels) -> None:
         """Render nothing yet."""
         self._service = service
         self._served = served

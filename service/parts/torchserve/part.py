@@ -19,7 +19,7 @@ from inferpool.service.parts.torchserve.addresses import (
     SideServer,
     router_of,
 )
-from inferpool.service.parts.torchserve.description import ServedModels, no_resource
+from inferpool.service.parts.torchserve.description import NamedModels, no_resource
 from inferpool.service.parts.torchserve.management import Management
 from inferpool.service.parts.torchserve.metrics import CONTENT_TYPE, TorchServeMetrics
 from inferpool.service.parts.torchserve.routes import check_root_path, inference_router
@@ -64,7 +64,7 @@ def make_torchserve(service: Service, guard: Guard, changes: "Changes | None") -
         store, addresses = ModelStore(properties), _addresses_in(properties)
     except SettingsError as error:
         raise StartError(str(error)) from error
-    served = ServedModels(service.catalog)
+    served = NamedModels(service.catalog)
     management = Management(service.catalog, served, changes, store)
     routes = _Routes(guard, management, TorchServeMetrics(service, served))
     if settings.only_predictions:

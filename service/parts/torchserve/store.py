@@ -13,7 +13,7 @@ from typing import Any
 
 from inferpool.models.errors import SourceError
 from inferpool.models.torchserve.archive import read_facts
-from inferpool.service.parts.torchserve.description import RefusedError, bad_request
+from inferpool.service.parts.torchserve.description import ManagementRefusedError, bad_request
 from inferpool.service.settings.names import SettingsError
 from inferpool.service.settings.properties import Properties, model_of_store, store_of
 
@@ -62,7 +62,7 @@ class ModelStore:
         """Return the archive that the parameters of a call name, with the settings they ask for.
 
         Raises:
-            RefusedError: There is none, or a parameter cannot be used.
+            ManagementRefusedError: There is none, or a parameter cannot be used.
         """
         path = self._path_of(asked.get("url"))
         wanted = _settings_in(asked)
@@ -97,7 +97,9 @@ class ModelStore:
         except OSError:
             mode = 0
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # links may lead out of the folder
-            raise RefusedError(404, "ModelNotFoundException", f"Model not found at: {url}")
+            raise ManagementRefusedError(
+                404, "ModelNotFoundException", f"Model not found at: {url}"
+            )
         return path
 
 

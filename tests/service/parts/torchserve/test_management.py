@@ -38,7 +38,7 @@ OWN = "http://127.0.0.1:0"
 OTHER = "http://localhost:0"
 
 
-class Engine(FakeEngine):
+class ReadyEngine(FakeEngine):
     """It starts workers that are ready at once."""
 
     async def close(self) -> None: ...
@@ -86,7 +86,9 @@ async def serving(
 ) -> AsyncIterator[Bench]:
     settings = settings_of(folder, **changed)
     with caplog.at_level("INFO"):
-        assembly = assemble(settings, find_host(""), Console(None), make_engine=lambda _: Engine())
+        assembly = assemble(
+            settings, find_host(""), Console(None), make_engine=lambda _: ReadyEngine()
+        )
         service = assembly.service
         service.start()
     found = re.findall(r"TorchServe's ([a-z ]+): (http\S+)", caplog.text)
@@ -209,6 +211,10 @@ async def test_scaling_needs_no_key_on_loopback_and_loads_that_many_workers(tmp_
         assert bench.service.settings.models["m"].replicas == 1
         assert bench.service.catalog.settings.models["m"].replicas == 2
         assert "admin: scale m to 2 workers" in caplog.text
+        later = done("Processing worker updates...", 202)
+        assert await bench.ask("PUT", "/models/m?min_worker=1") == later
+        path = "/models/m?min_worker=3&synchronous=true"  # it waits for the call before
+        assert await bench.ask("PUT", path) == done("Workers scaled to 3 for model: m")
         for bad in ("0", "-1"):
             status, body = await bench.ask("PUT", f"/models/m?min_worker={bad}")
             assert (status, body["type"]) == (400, "BadRequestException")
@@ -344,14 +350,14 @@ async def test_without_admin_keys_a_refusal_says_what_to_set(tmp_path, caplog):
 async def test_the_start_is_refused_with_what_to_set(tmp_path, changed, text):
     settings = settings_of(tmp_path, **{"admin_keys": read_keys(""), **changed})
     with pytest.raises(StartError, match=text):
-        assemble(settings, find_host(""), Console(None), make_engine=lambda _: Engine())
+        assemble(settings, find_host(""), Console(None), make_engine=lambda _: ReadyEngine())
 
 
 async def test_a_port_that_is_taken_is_named_with_its_key(tmp_path):
     with listen("127.0.0.1", 0) as other:
         settings = settings_of(tmp_path, metrics=f"http://127.0.0.1:{other.getsockname()[1]}")
         with pytest.raises(StartError, match="Choose another with metrics_address"):
-            assemble(settings, find_host(""), Console(None), make_engine=lambda _: Engine())
+            assemble(settings, find_host(""), Console(None), make_engine=lambda _: ReadyEngine())
 
 
 async def test_addresses_that_are_the_same_are_served_by_one_port(tmp_path, caplog):
