@@ -192,6 +192,14 @@ def test_bad_bodies_are_refused_in_the_form_of_multi_model_server(body, media_ty
     assert not model.payloads
 
 
+@pytest.mark.parametrize("cells", [b"+a,", b'"a",'])
+def test_values_that_are_slow_to_read_are_bounded(cells):
+    body = cells * (1 << 20) + b"a\n" + cells * (1 + (1 << 20))
+    answer = ask(FakeModel(), body, CSV, max_json_bytes=1 << 24, max_body_bytes=1 << 24)
+    assert error_of(answer)[0] == 413
+    assert "2097152 values" in answer.json()["message"]
+
+
 def test_one_instance_that_fails_fails_the_call_with_its_place():
     replies = [result(b"1"), InvalidInputError("instance: too long")]
     answer = ask(FakeModel(lambda index: replies[index]), b"[[1],[2]]")
