@@ -6,7 +6,7 @@ over the batches since the call before. Runs in the main process's event loop.
 
 import shutil
 import socket
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -110,10 +110,8 @@ class TorchServeMetrics:
 
     def _of_models(self) -> Iterator[_Sample]:
         waits = ModelMetrics("").queue_wait
-        for key in self._service.catalog.serving:
-            found = self._service.metrics.total(key)
+        for name, found in self._totals().items():
             waits += found.queue_wait
-            name = self._served.name_of(self._service.catalog.version(key))
             labels = [("model_name", name), ("model_version", "default"), ("hostname", self._host)]
             for metric, value in (
                 ("ts_inference_requests_total", sum(found.requests.values())),
@@ -121,8 +119,8 @@ class TorchServeMetrics:
                 ("ts_queue_latency_microseconds", found.queue_wait.sum * 1e6),
             ):
                 yield _Sample(metric, labels, value)
-            computed = self._mean("batch", key).of(found.inference_duration)
-            prepared = self._mean("prepared", key).of(found.prepare_duration)
+            computed = self._mean("batch", name).of(found.inference_duration)
+            prepared = self._mean("prepared", name).of(found.prepare_duration)
             if computed is not None and prepared is not None:
                 own = [("ModelName", name), ("Level", "Model"), ("Hostname", self._host)]
                 for metric in ("HandlerTime", "PredictionTime"):
@@ -130,6 +128,15 @@ class TorchServeMetrics:
         waited = self._mean("queue", "").of(waits)
         if waited is not None:
             yield self._host_sample("QueueTime", waited * 1e3)
+
+    def _totals(self) -> Mapping[str, ModelMetrics]:
+        """Return the counters of each model with all versions of its archive."""
+        totals: dict[str, ModelMetrics] = {}
+        for key in self._service.catalog.serving:
+            name = self._served.name_of(self._service.catalog.version(key))
+            before = totals.get(name) or ModelMetrics(name)
+            totals[name] = before + self._service.metrics.total(key)
+        return totals
 
     def _of_host(self) -> Iterator[_Sample]:
         memory, disk = psutil.virtual_memory(), shutil.disk_usage("/")

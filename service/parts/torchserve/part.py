@@ -29,6 +29,7 @@ from inferpool.service.settings.names import SettingsError
 from inferpool.service.settings.properties import Address, Properties, address_of, read_properties
 from inferpool.service.settings.settings import Settings, is_loopback
 from inferpool.service.settings.tls import server_context
+from inferpool.service.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
     import socket
@@ -66,7 +67,7 @@ def make_torchserve(service: Service, guard: Guard, changes: "Changes | None") -
         raise StartError(str(error)) from error
     served = NamedModels(service.catalog)
     management = Management(service.catalog, served, changes, store)
-    routes = _Routes(guard, management, TorchServeMetrics(service, served))
+    routes = _Routes(guard, management, TorchServeMetrics(service, served), service.metrics)
     if settings.only_predictions:
         logger.warning("%s and %s are closed (only_predictions)", _MANAGEMENT, _METRICS)
         return _part(service)
@@ -85,10 +86,13 @@ def make_torchserve(service: Service, guard: Guard, changes: "Changes | None") -
 class _Routes:
     """The routes of management and metrics, at an address of their own or on the main port."""
 
-    def __init__(self, guard: Guard, management: Management, metrics: TorchServeMetrics) -> None:
+    def __init__(
+        self, guard: Guard, management: Management, metrics: TorchServeMetrics, own: Metrics
+    ) -> None:
         self._guard = guard
         self._management = management
         self._metrics = metrics
+        self._own = own
 
     def on_own(self, keys: Sequence[str], *, is_local: bool) -> list[APIRouter]:
         """Return the routes of an address; all other paths lead to an error."""
@@ -105,7 +109,7 @@ class _Routes:
     def on_main(self, key: str) -> list[APIRouter]:
         """Return the routes of what is on the main port; there the application checks keys too."""
         if key == _METRICS:
-            return [router_of(_OWN_METRICS, self._show, self._check_metrics)]
+            return [router_of(_OWN_METRICS, self._show_all, self._check_metrics)]
         if key == _MANAGEMENT:
             check = Access(self._guard, is_local=False).check
             answer = self._management.answer
@@ -115,6 +119,14 @@ class _Routes:
     async def _show(self, request: Request) -> Response:
         body = await self._metrics.render(request.query_params.getlist("name[]"))
         return Response(body, headers={"content-type": CONTENT_TYPE})
+
+    async def _show_all(self, request: Request) -> Response:
+        """Show ours too, since this takes the place of their path."""
+        answer = await self._show(request)
+        if "name[]" not in request.query_params:
+            answer.body = bytes(answer.body) + self._own.render()[0]
+            answer.headers["content-length"] = str(len(answer.body))
+        return answer
 
     def _check_metrics(self, request: Request) -> None:
         self._guard.check("metrics", joined(request.headers.raw))

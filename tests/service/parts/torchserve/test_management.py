@@ -383,7 +383,9 @@ async def test_the_address_of_predictions_may_serve_all_with_keys(tmp_path, capl
             assert answer.status_code == 200
             answer = await client.delete("/models/nobody", headers=KEY)
             assert answer.json() == NO_MODEL[1]
-            assert "\nts_inference_requests_total{" in (await client.get("/metrics")).text
+            shown = (await client.get("/metrics")).text
+            assert "\nts_inference_requests_total{" in shown
+            assert "\ninferpool_ready " in shown
             assert (await client.get("/nothing")).status_code == 404
         assert "TorchServe's" not in caplog.text
 
@@ -441,3 +443,36 @@ async def test_only_so_many_connections_are_open_at_once(tmp_path, caplog):
             task.cancel()
         for _, writer in open_ones:
             writer.close()
+
+
+async def test_versions_of_an_archive_are_one_model_to_clients(tmp_path, caplog):
+    async with serving(tmp_path, caplog) as bench:
+        for label in ("1.0", "2.0"):
+            make_mar(tmp_path / f"store/Toy_{label}.mar", name="Toy", modelVersion=label)
+            expected = done(f'Model "Toy" Version: {label} registered with 1 initial workers')
+            path = f"/models?url=Toy_{label}.mar"
+            assert await bench.ask("POST", path, headers=KEY) == expected
+            assert (await bench.ask("POST", path, headers=KEY))[0] == 409
+        assert list(bench.service.pools) == ["m", "toy", "toy-2.0"]
+        _, listed = await bench.ask("GET", "/models")
+        assert listed["models"][0] == {"modelName": "Toy", "modelUrl": "Toy_1.0.mar"}
+        assert len(listed["models"]) == 2
+        for path, labels in (
+            ("Toy", ["1.0"]),
+            ("Toy/1.0", ["1.0"]),
+            ("Toy/2.0", ["2.0"]),
+            ("Toy/all", ["1.0", "2.0"]),
+        ):
+            _, found = await bench.ask("GET", f"/models/{path}")
+            assert [each["modelVersion"] for each in found] == labels
+        status, body = await bench.ask("DELETE", "/models/Toy/1.0", headers=KEY)
+        assert (status, body["type"]) == (403, "InvalidModelVersionException")
+        assert body["message"] == "Cannot remove default version for model Toy"
+        status, body = await bench.ask("PUT", "/models/Toy/2.0/set-default")
+        assert (status, body["type"]) == (409, "ConflictStatusException")
+        assert (await bench.ask("PUT", "/models/Toy/2.0?min_worker=2&synchronous=true"))[0] == 200
+        assert len(bench.service.pools["toy-2.0"].slots) == 2
+        for label in ("2.0", "1.0"):
+            answer = await bench.ask("DELETE", f"/models/Toy/{label}", headers=KEY)
+            assert answer == done('Model "Toy" unregistered')
+        assert list(bench.service.pools) == ["m"]

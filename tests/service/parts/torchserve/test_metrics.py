@@ -5,7 +5,8 @@ import re
 import httpx
 
 from inferpool.service.settings.draft import read_keys
-from tests.service.parts.torchserve.test_management import PREDICT_KEY, serving
+from tests.models.torchserve.archives import make_mar
+from tests.service.parts.torchserve.test_management import KEY, PREDICT_KEY, serving
 
 NAMES = "ts_inference_latency_microseconds", "ts_queue_latency_microseconds"
 
@@ -78,3 +79,17 @@ async def test_metrics_need_a_key_where_there_are_some(tmp_path, caplog):
             assert answer.status_code == 401
             assert answer.json()["type"] == "InvalidKeyException"
         assert (await bench.metrics.get("/metrics", headers=PREDICT_KEY)).status_code == 200
+
+
+async def test_versions_of_an_archive_are_counted_together(tmp_path, caplog):
+    async with serving(tmp_path, caplog) as bench:
+        for label in ("1.0", "2.0"):
+            make_mar(tmp_path / f"store/toy{label}.mar", name="toy", modelVersion=label)
+            query = {"url": f"toy{label}.mar"}
+            assert (await bench.ask("POST", "/models", params=query, headers=KEY))[0] == 200
+        bench.service.metrics.model("toy").requests[200] += 1
+        bench.service.metrics.model("toy-2.0").requests[200] += 2
+        text = (await bench.metrics.get("/metrics")).text
+        assert values_in(text)["ts_inference_requests_total", "toy"] == 3
+        lines = [line for line in text.splitlines() if line.startswith("ts_inference_requests")]
+        assert len(lines) == 2  # of m, and of toy
