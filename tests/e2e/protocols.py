@@ -230,12 +230,17 @@ class _SageMakerClient(_PredictClient):
         return "/invocations"
 
     def _error(self, value: Mapping[str, str]) -> str:
-        return value["error"]
+        assert isinstance(value["code"], int)
+        assert value["type"]
+        return value["message"]
 
 
 class _VertexClient(_SageMakerClient):
     def _path(self, model: str) -> str:
         return VERTEX_ROUTE
+
+    def _error(self, value: Mapping[str, str]) -> str:
+        return value["error"]
 
 
 class _GrpcClient(FaultClient):

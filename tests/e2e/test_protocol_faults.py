@@ -33,6 +33,10 @@ SOURCE, TEXTS = "tests.fault_model:TensorFaultModel", "tests.text_model:TextFaul
 MAX_QUEUE = 24
 FAILED = {"tei": 424, "torchserve": 503}
 """The status for an error of a model, where it is not 500."""
+DEADLY = {"tei": 424}
+"""The status for an input that kills its workers, where it is not 500."""
+REFUSED = {"torchserve": 503}
+"""The status while the queue is full, where it is not 429."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +247,8 @@ def test_a_full_queue_refuses_and_answers_what_it_took(target: Struck, protocol:
                 await asyncio.sleep(0.02)
         assert await held == right(n)
         answers = {each: await answer for each, answer in asked.items()}
-        assert {answer.status for answer in answers.values()} == {200, 429}
+        refusal = REFUSED.get(protocol, 429)
+        assert {answer.status for answer in answers.values()} == {200, refusal}
         for each, answer in answers.items():
             assert answer == right(each) if answer.status == 200 else answer.error
 
@@ -300,7 +305,7 @@ def test_an_input_that_kills_its_workers_is_quarantined(target: Struck, protocol
 
     async def go(client: FaultClient) -> None:
         deadly = await client.ask(n, "kill", model="poisoned")
-        assert deadly.status == FAILED.get(protocol, 500)
+        assert deadly.status == DEADLY.get(protocol, 500)
         await asyncio.to_thread(target.service.wait_until_full)
         again = await client.ask(n, "kill", model="poisoned")
         assert again.status in (400, 422)
@@ -340,7 +345,8 @@ def test_a_service_that_ends_answers_what_it_took_by_each_protocol(tmp_path: Pat
     gate = tmp_path / "gate"
 
     def num_accepted(ending: Struck) -> int:
-        return sum(ending.count("accepted", each) for each in ("v1", "embeddings", "rerank"))
+        asked = ("v1", "embeddings", "rerank", "torchserve")
+        return sum(ending.count("accepted", each) for each in asked)
 
     async def go(ending: Struck) -> None:
         service = ending.service
@@ -366,11 +372,13 @@ def test_a_service_that_ends_answers_what_it_took_by_each_protocol(tmp_path: Pat
         asyncio.run(go(ending))
 
 
-def test_a_killed_front_end_loses_its_own_calls_alone(tmp_path: Path):
-    def front_pids(service: Running) -> list[int]:
-        fronts = service.get("/health").json()["fronts"]
-        return [front["pid"] for front in fronts if front["pid"] != service.process.pid]
+def front_pids(service: Running) -> list[int]:
+    """Return the pids of the front ends besides the main process."""
+    fronts = service.get("/health").json()["fronts"]
+    return [front["pid"] for front in fronts if front["pid"] != service.process.pid]
 
+
+def test_a_killed_front_end_loses_its_own_calls_alone(tmp_path: Path):
     async def go(two: Struck) -> None:
         async with two.asking() as tallies:
             await until_each_has(tallies, 5)
@@ -386,3 +394,36 @@ def test_a_killed_front_end_loses_its_own_calls_alone(tmp_path: Path):
     with struck(tmp_path, "--front-ends", "2") as two:
         asyncio.run(go(two))
         until(two.is_empty)
+
+
+def test_kills_and_a_swap_cost_calls_of_platforms_nothing(tmp_path: Path):
+    options = {name: str(tmp_path / name) for name in ("calls", "gate", "once")}
+
+    async def go(two: Struck) -> None:
+        service = two.service
+        async with two.asking() as tallies:
+            await until_each_has(tallies, 5)
+            for pid in await asyncio.to_thread(service.worker_pids):
+                os.kill(pid, signal.SIGKILL)
+            await asyncio.to_thread(service.wait_until_full)
+            await until_each_has(tallies, 5)
+            swapped = await asyncio.to_thread(
+                service.post,
+                "/admin/models/invoked/versions",
+                json={"policy": "force", "rollback_s": 0, "options": options},
+                headers={"x-api-key": ADMIN},
+            )
+            assert swapped.status_code == 200, swapped.text
+            await until_each_has(tallies, 5)
+            assert [tally.lost for tally in tallies.values()] == [0, 0]
+            os.kill((await asyncio.to_thread(front_pids, service))[0], signal.SIGKILL)
+            await asyncio.to_thread(service.wait_until_full)
+            await until_each_has(tallies, 5)
+        for protocol, tally in tallies.items():
+            assert (protocol, tally.wrong) == (protocol, [])
+            assert tally.lost <= 2
+        service.signal(signal.SIGTERM)
+        assert await asyncio.to_thread(service.wait) == 0
+
+    with struck_platform(tmp_path, "--front-ends", "2") as two:
+        asyncio.run(go(two))

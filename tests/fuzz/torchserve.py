@@ -334,11 +334,11 @@ def server_complaint(input: HostileInput, status: int, body: bytes) -> str:
         value = json.loads(body)
     except ValueError:
         return "and no JSON"
-    if is_torchserve:
+    if is_torchserve or input.kind == "sagemaker":
         is_right = isinstance(value, dict) and value.get("code") == status
         texts = [value.get("type"), value.get("message")] if is_right else []
         is_right = is_right and all(isinstance(each, str) and each for each in texts)
-        return "" if is_right else "and not TorchServe's `code`, `type` and `message`"
+        return "" if is_right else "and no `code`, `type` and `message`"
     error = value.get("error") if isinstance(value, dict) else None
     return "" if isinstance(error, str) and error else "and no text `error`"
 

@@ -15,6 +15,12 @@ from inferpool.service.settings.loader import Row
 from inferpool.service.tools.trial.service import free_port
 
 _VERTEX_ROUTE = "/v1/endpoints/1:predict"
+_MEANINGS = {
+    "Prediction failed": (500, "model_error"),
+    r"\d+ (workers died|hosts were lost) while they": (500, "worker_crashed"),
+    r"\d+ workers have died while they computed this": (422, "quarantined"),
+}
+"""Statuses and codes of `/predict` by how messages begin: these servers' errors have no codes."""
 
 
 class ServerForm(NamedTuple):
@@ -22,8 +28,6 @@ class ServerForm(NamedTuple):
 
     path: str
     headers: Mapping[str, str] = {}
-    codes: Mapping[str, tuple[int, str]] = {}
-    """Status and code of `/predict` by how messages of errors begin, where a body has no code."""
 
     def headers_for(self, model: str) -> dict[str, str]:
         """Return the headers of a call."""
@@ -49,21 +53,16 @@ class ServerForm(NamedTuple):
         found = problem_in(body)
         message = str(found.get("message") or found.get("error") or body[:200])
         code = found.get("code")
-        for begin, known in self.codes.items():
+        if isinstance(code, str):
+            return status, code, message
+        for begin, known in _MEANINGS.items():
             if re.match(begin, message):
                 return *known, message
-        return status, code if isinstance(code, str) else "", message
+        return status, "", message
 
 
 SERVER_FORMS: Mapping[str, ServerForm] = {
-    "torchserve": ServerForm(
-        "/predictions/{}",
-        codes={
-            "Prediction failed": (500, "model_error"),
-            r"\d+ (workers died|hosts were lost) while they": (500, "worker_crashed"),
-            r"\d+ workers have died while they computed this": (422, "quarantined"),
-        },
-    ),
+    "torchserve": ServerForm("/predictions/{}"),
     "sagemaker": ServerForm("/invocations", {"X-Amzn-SageMaker-Target-Model": "{}"}),
     "vertex": ServerForm(_VERTEX_ROUTE),
 }
