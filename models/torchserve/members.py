@@ -35,6 +35,7 @@ _MAX_DEPTH = 32
 _MAX_READ_BYTES = 4 << 20
 """Most bytes to read at once: a directory of 10,000 files has less, and data come in pieces."""
 PIECE_BYTES = 1 << 20
+_SMALL_SUFFIXES = (".json", ".yaml", ".yml")
 _HEADER_BYTES = 30
 """The least size of a member's own header in a zip (APPNOTE.TXT, 4.3.7)."""
 _IS_ENCRYPTED = 0x1 | 0x40
@@ -257,9 +258,20 @@ class _TarReader:
         self._path = path
         self._file = file
         self._num_packed = num_packed
+        self._small: dict[str, bytes] = {}
+        """Files that are likely to be read next: each look for one unpacks all before it."""
 
     def files(self) -> dict[str, int]:
-        return {name: size for name, size, content in self.members() if content is not None}
+        found: dict[str, int] = {}
+        left = _MAX_READ_BYTES
+        for name, size, content in self.members():
+            if content is None:
+                continue
+            found[name] = size
+            if name.endswith(_SMALL_SUFFIXES) and size <= left:
+                self._small[name] = content.read(size)
+                left -= size
+        return found
 
     def members(self) -> Iterator[Member]:
         names = _Names(self._path, self._num_packed)
@@ -284,6 +296,8 @@ class _TarReader:
                 yield name, info.size, _as_file(content) if content else None
 
     def read(self, name: str, most: int) -> bytes:
+        if name in self._small and len(self._small[name]) <= most:
+            return self._small[name]
         for found, size, content in self.members():
             if found == name and content is not None:
                 if size > most:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from inferpool.models.errors import SourceError
+from inferpool.models.files.opened import announce
 from inferpool.models.torchserve.members import PIECE_BYTES, ArchiveReader, opened_archive, reading
 
 _FILES = "files"
@@ -55,6 +56,7 @@ def unpacked(path: Path) -> Path:
     """
     if path.is_dir():
         return path.absolute()
+    announce(path)
     root = _own_root()
     try:
         with path.open("rb") as file:

@@ -1,10 +1,12 @@
 """Says what an archive of TorchServe means in the settings of a model. No torch."""
 
+import os
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 
 from inferpool.models.errors import SourceError
-from inferpool.models.files.kinds import archive_of
+from inferpool.models.files.kinds import ARCHIVE_MANIFEST, archive_of
 from inferpool.models.torchserve.archive import Archived, read_facts
 
 
@@ -62,8 +64,18 @@ def needs_yaml(path: Path) -> bool:
 
 
 def _facts_of(source: str) -> Archived | None:
+    path = archive_of(source)
+    if path is None:
+        return None
     try:
-        path = archive_of(source)
-        return None if path is None else read_facts(path)
+        marked = path if os.path.isfile(path) else path / ARCHIVE_MANIFEST
+        status = marked.stat()
+        return _read(path.absolute(), status.st_mtime_ns, status.st_size, status.st_ino)
     except (SourceError, OSError, ValueError):
         return None  # what loads it will report it
+
+
+@lru_cache(maxsize=8)
+def _read(path: Path, *_: int) -> Archived:
+    """Read an archive once while it stays as it is; a large `.tar.gz` is unpacked for it."""
+    return read_facts(path)

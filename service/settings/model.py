@@ -187,7 +187,8 @@ class ModelSettings(SettingsTable):
     @classmethod
     def _check_placement(cls, placement: str, info: ValidationInfo) -> str:
         source = str(info.data.get("source"))
-        if placement != "replicate" and (source == "echo" or source.endswith(MODEL_FILE_SUFFIXES)):
+        is_whole = source.endswith(MODEL_FILE_SUFFIXES) or archive_of(source) is not None
+        if placement != "replicate" and (source == "echo" or is_whole):
             why = "has no network" if source == "echo" else "is an exported whole"
             raise ValueError(
                 f'is not for {source}, which {why}: set "replicate", or serve a '
