@@ -12,6 +12,7 @@ from inferpool.service.api.wire.listening import listen
 from inferpool.service.checks.facts import Facts
 from inferpool.service.checks.findings import Finding, error, note, ok, warning
 from inferpool.service.errors import StartError
+from inferpool.service.settings.names import SettingsError
 from inferpool.service.settings.settings import Settings
 from inferpool.service.settings.tls import TlsError, expiry_warning, server_context
 
@@ -38,6 +39,8 @@ def check_address(
         yield error("address", str(failure), "choose another address with --host or --port")
         return
     yield ok("address", f"{settings.host}:{settings.port} is free")
+    if settings.torchserve is not None:
+        yield from _check_further(settings)
     if not (settings.predict_keys or ip_address(address.partition("%")[0]).is_loopback):
         yield warning(
             "API keys",
@@ -91,6 +94,24 @@ def check_settings_file(origins: Mapping[str, str]) -> Iterator[Finding]:
             )
         else:
             yield ok("settings", f"read from {place}")
+
+
+def _check_further(settings: Settings) -> Iterator[Finding]:
+    """Check that the service can listen on TorchServe's addresses besides that of predictions."""
+    assert settings.torchserve is not None
+    from inferpool.service.settings.properties import address_of, read_properties
+
+    main = settings.host, settings.port
+    for key in ("management_address", "metrics_address"):
+        try:
+            address = address_of(read_properties(Path(settings.torchserve)), key)
+            shown = f"{address.host}:{address.port}"
+            if (address.host, address.port) != main:
+                listen(address.host, address.port, key).close()
+        except (StartError, SettingsError) as failure:
+            yield error(key, str(failure), f"choose another one in {settings.torchserve}")
+        else:
+            yield ok(key, f"{shown} is free")
 
 
 def _is_ours(settings: Settings, failure: StartError, answer_s: float) -> bool:

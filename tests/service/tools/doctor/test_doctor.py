@@ -207,6 +207,20 @@ def test_address_of_a_running_inferpool_is_no_error(tmp_path: Path, body: bytes,
     assert found.startswith(said.format(port=port))
 
 
+def test_further_addresses_of_torchserve_are_checked(tmp_path: Path):
+    path = tmp_path / "config.properties"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        path.write_text(
+            "inference_address=http://127.0.0.1:0\nmanagement_address=http://127.0.0.1:0\n"
+            f"metrics_address=http://127.0.0.1:{port}\n"
+        )
+        settings = settings_of(tmp_path, torchserve=str(path))
+        found = lines(network.check_address(settings, tmp_path / "none"))
+    assert "ok management_address: 127.0.0.1:0 is free" in found
+    assert f"error metrics_address: cannot listen on 127.0.0.1:{port}" in found
+
+
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
 def test_certificate_is_checked(tmp_path: Path):
     facts = sound_facts(tmp_path)
