@@ -77,6 +77,8 @@ class UnknownModelError(ServiceError):
     """No model of that name is served here."""
 
     code = "unknown_model"
+    is_version = False
+    """The model is served, but not the version that the call asks for."""
 
 
 class UnknownJobError(ServiceError):

@@ -4,10 +4,6 @@ from inferpool.service.api.exchange import DEFAULT_MODEL, PREFIX, VERSIONS, Call
 from inferpool.service.errors import UnknownModelError
 
 
-class UnknownVersionError(UnknownModelError):
-    """The model is served, and no such version of it."""
-
-
 def unknown_model(predict: Predict, call: Call) -> UnknownModelError:
     """Return the error for a call to a model or version that is not served."""
     names, path = ", ".join(predict.names) or "none", predict.name_in(call)
@@ -28,9 +24,11 @@ def unknown_model(predict: Predict, call: Call) -> UnknownModelError:
         prefix = name + VERSIONS
         there = [each for each in predict.models if each.startswith(prefix)]
         numbers = ", ".join(each.removeprefix(prefix) for each in there)
-        return UnknownVersionError(
+        error = UnknownModelError(
             f"{name} has no version {version[:20]!r} loaded; there are: {numbers}"
         )
+        error.is_version = True
+        return error
     return UnknownModelError(f"no model is called {name[:80]!r}; there are: {names}")
 
 

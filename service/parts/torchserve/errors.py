@@ -17,7 +17,6 @@ from inferpool.service.api.errors import (
     problem,
 )
 from inferpool.service.api.exchange import Call
-from inferpool.service.api.unknown import UnknownVersionError
 from inferpool.service.errors import (
     ConflictError,
     ModelFailedError,
@@ -43,7 +42,6 @@ UNCACHED: Headers = [
 _TYPES: dict[type[ServiceError], str] = {
     UnauthorizedError: "InvalidKeyException",
     ForbiddenError: "InvalidKeyException",
-    UnknownVersionError: "ModelVersionNotFoundException",
     UnknownModelError: "ModelNotFoundException",
     NotFoundError: "ResourceNotFoundException",
     MethodNotAllowedError: "MethodNotAllowedException",
@@ -66,7 +64,7 @@ def error_answer(error: ServiceError, call: Call, name: str = "") -> Answer:
     kind = next((_TYPES[each] for each in bases if each in _TYPES), usual)
     message = error.message
     if isinstance(error, UnknownModelError):
-        kind, message = _about_model(error, call, name, kind)
+        kind, message = _about_model(error, call, name)
     elif isinstance(error, ModelFailedError):
         message = PREDICTION_FAILED
     _, headers, _ = problem(error, call.request_id, call.path)
@@ -75,12 +73,13 @@ def error_answer(error: ServiceError, call: Call, name: str = "") -> Answer:
     return status, [*own, *others, *UNCACHED], body
 
 
-def _about_model(error: UnknownModelError, call: Call, name: str, kind: str) -> tuple[str, str]:
+def _about_model(error: UnknownModelError, call: Call, name: str) -> tuple[str, str]:
     """Return the type and the message of an error about a model that is not there."""
     asked = asked_in(call.path)
     if asked is None:
         return _TYPES[NotFoundError], NO_RESOURCE
     name = name or named_in(call) or ""
-    if isinstance(error, UnknownVersionError) and asked.version:
-        return kind, f"Model version: {asked.version} does not exist for model: {name}"
+    if error.is_version and asked.version:
+        said = f"Model version: {asked.version} does not exist for model: {name}"
+        return "ModelVersionNotFoundException", said
     return _TYPES[UnknownModelError], f"Model not found: {name}"
