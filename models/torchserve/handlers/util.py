@@ -2,13 +2,23 @@
 
 import inspect
 import json
+import logging
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from inferpool.models.errors import ModelError
+
+logger = logging.getLogger(__name__)
+
+ENTITY = re.compile("&(?:[a-z0-9]+|#[0-9]{1,6}|#x[0-9a-f]{1,6});")
+CLEANUP_REGEX = re.compile("<.*?>|" + ENTITY.pattern)
+"""Tags and entities of HTML."""
 
 
 class PredictionException(Exception):  # noqa: N818 - the name that users' handlers import
@@ -94,3 +104,11 @@ def get_yaml_config(yaml_file_path: str | os.PathLike[str]) -> Any:
     import yaml
 
     return yaml.safe_load(Path(yaml_file_path).read_bytes())
+
+
+def check_valid_pt2_backend(backend: str) -> bool:
+    """Return whether `torch.compile` has a backend of this name, and log if it has none."""
+    if backend in torch.compiler.list_backends(exclude_tags=()):
+        return True
+    logger.warning("torch.compile has no backend %r", backend)
+    return False

@@ -10,7 +10,7 @@ from PIL import Image, ImageOps
 
 from inferpool.models.errors import InputError
 from inferpool.models.upload import Upload
-from inferpool.models.vision.images import decode_image, decode_scaled
+from inferpool.models.vision.images import decode_as_stored, decode_image, decode_scaled
 from tests.fuzz import bombs
 from tests.models.items import encoded, orientation_exif, photo, pixels_of
 
@@ -219,3 +219,15 @@ def test_damaged_bytes_raise_nothing_but_input_errors(sample, keep, edits):
 def test_a_file_of_a_form_is_decoded_as_its_bytes_are():
     upload = Upload(data=encoded(CHELSEA), media_type="text/plain", filename="no.txt")
     assert decode_image(upload) == decode_image(upload.data)
+
+
+@pytest.mark.parametrize(
+    ("format", "mode"), [(format, mode) for format, modes in MODES.items() for mode in modes]
+)
+def test_a_picture_may_keep_the_mode_and_orientation_that_it_is_stored_with(format, mode):
+    data = encoded(CHELSEA.convert(mode), format, exif=orientation_exif(6))
+    image, plain = decode_as_stored(bytearray(data)), Image.open(BytesIO(data))
+    assert np.array_equal(np.array(image), np.array(plain))  # which turns TIFF alone
+    assert (image.mode, image.size) == (plain.mode, plain.size)
+    with pytest.raises(InputError, match="at most 5,399 are taken"):
+        decode_as_stored(data, max_pixels=90 * 60 - 1)

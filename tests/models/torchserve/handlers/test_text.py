@@ -35,6 +35,10 @@ def test_tags_and_entities_go(text: str, cleaned: str):
     assert TextHandler()._remove_html_tags(text) == cleaned
 
 
+def test_a_text_of_tags_that_never_end_is_read_once():
+    assert len(TextHandler()._remove_html_tags("<" * 300_000)) == 300_000  # else some minutes
+
+
 @pytest.mark.parametrize(
     ("text", "expanded"),
     [

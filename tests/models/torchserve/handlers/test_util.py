@@ -8,7 +8,9 @@ import pytest
 from inferpool.models.errors import ModelError
 from inferpool.models.torchserve.handlers import util
 from inferpool.models.torchserve.handlers.util import (
+    CLEANUP_REGEX,
     PredictionException,
+    check_valid_pt2_backend,
     get_yaml_config,
     list_classes_from_module,
     load_label_mapping,
@@ -69,3 +71,15 @@ def test_yaml_makes_no_objects(tmp_path: Path):
     path.write_text("a: !!python/object/apply:os.getcwd []\n")
     with pytest.raises(Exception, match="could not determine a constructor"):
         get_yaml_config(path)
+
+
+def test_backends_of_torch_compile_are_known_by_name(caplog: pytest.LogCaptureFixture):
+    assert check_valid_pt2_backend("inductor")
+    assert check_valid_pt2_backend("eager")
+    assert not caplog.records
+    assert not check_valid_pt2_backend("lost")
+    assert "no backend 'lost'" in caplog.text
+
+
+def test_tags_and_entities_of_html_are_found():
+    assert CLEANUP_REGEX.sub("", "<b>a</b> &lt; <\n>") == "a  <\n>"
