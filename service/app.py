@@ -233,7 +233,8 @@ def assemble(
     if settings.speed_search and own_host:
         search = SpeedSearch(find_speed, grace_s=settings.drain_timeout_s)
     changes = None
-    if settings.admin_keys or settings.has_own_changes:
+    others = settings.watch, settings.sagemaker_models, settings.torchserve
+    if settings.admin_keys or any(others):  # which need no operator
         changes = _make_changes(service, search, own_host)
     shown = ShownModels(service.catalog) if changes is None else changes.shown
     service.catalog.on_load.append(_add_policies)

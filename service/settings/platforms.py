@@ -19,11 +19,15 @@ _CLOSED = {"host": "0.0.0.0", "only_predictions": True, "show_errors": False}
 """Settings for a platform that alone decides who reaches the container."""
 _CLOUD_RUN_DRAIN_S = 7.0
 """Cloud Run kills 10 s after SIGTERM."""
+_ACCEPT, _JSON = "SAGEMAKER_DEFAULT_INVOCATIONS_ACCEPT", "application/json"
 _SAGEMAKER_PORT, _SAGEMAKER_FOLDER = "8080", "/opt/ml"
 _SAGEMAKER_MIB = 25
 """The largest body of a call to an endpoint (AWS, "Amazon SageMaker AI endpoints and quotas")."""
 _SAGEMAKER_INSTANCES = 10_000
 """Rows in one body: a batch transform sends up to 6 MB of them by default."""
+_SAGEMAKER_TIMEOUT_S = 60.0
+"""The longest that an endpoint waits for an answer (AWS, "Use Your Own Inference Code with Hosting
+Services")."""
 
 
 def settings_of_platform(
@@ -100,12 +104,16 @@ def _of_sagemaker(
         place = "environment SAGEMAKER_MAX_PAYLOAD_IN_MB"
     mib = _number(most or str(_SAGEMAKER_MIB))
     num_bytes = mib * 2**20 if isinstance(mib, int) else mib
-    limits = {
+    limits: dict[str, object] = {
         "max_body_bytes": num_bytes,
         "max_json_bytes": num_bytes,
         "max_instances_per_request": _SAGEMAKER_INSTANCES,
+        "default_timeout_s": _SAGEMAKER_TIMEOUT_S,
     }
     yield _without(limits, file), place
+    if (accept := environ.get(_ACCEPT, _JSON)) != _JSON:
+        text = f"{_ACCEPT}: {accept!r} is not used: calls without Accept are answered in {_JSON}"
+        yield {}, f"environment {_ACCEPT}", (text,)
     if is_multi:
         yield {"sagemaker_models": str(folder)}, "environment SAGEMAKER_MULTI_MODEL"
     elif not has_models and folder.is_dir():

@@ -73,6 +73,12 @@ def _beside(other: str) -> Callable[[str | None, ValidationInfo], str | None]:
     return check
 
 
+def _check_sagemaker(is_on: bool, info: ValidationInfo) -> bool:
+    if is_on and info.data.get("torchserve") is not None:
+        raise ValueError("gives /ping and /models another meaning than torchserve: leave one out")
+    return is_on
+
+
 class Settings(SettingsTable):
     """All settings: the top level of the file."""
 
@@ -153,7 +159,7 @@ class Settings(SettingsTable):
     the others for the default model, and all of them for any model below /tei/NAME."""
     torchserve: Text | None = None
     """Serve as TorchServe does by this `config.properties`: its archives, paths and addresses."""
-    sagemaker: bool = False
+    sagemaker: Annotated[bool, AfterValidator(_check_sagemaker)] = False
     """Serve the paths of a container of Amazon SageMaker too: /ping and /invocations."""
     sagemaker_models: Text | None = None
     """The folder below which SageMaker may have models loaded at /models, without a key; from
@@ -327,13 +333,6 @@ class Settings(SettingsTable):
     _check_certificate = field_validator("cluster_certificate")(_beside("cluster_authority"))
     _check_cluster_key = field_validator("cluster_key")(_beside("cluster_certificate"))
 
-    @field_validator("sagemaker")
-    @classmethod
-    def _check_sagemaker(cls, sagemaker: bool, info: ValidationInfo) -> bool:
-        if sagemaker and info.data.get("torchserve") is not None:
-            raise ValueError("has other meanings of /ping and /models than torchserve; leave one")
-        return sagemaker
-
     @field_validator("cluster_port")
     @classmethod
     def _check_cluster(cls, port: int | None, info: ValidationInfo) -> int | None:
@@ -362,11 +361,6 @@ class Settings(SettingsTable):
     def key_share(self) -> float:
         """The `per_key_share` in force: 1, which is no bound, where no two keys could share."""
         return self.per_key_share if len(self.predict_keys) > 1 else 1.0
-
-    @property
-    def has_own_changes(self) -> bool:
-        """Models come and go without an operator's key."""
-        return any((self.watch, self.sagemaker_models, self.torchserve))
 
     @property
     def has_jobs(self) -> bool:

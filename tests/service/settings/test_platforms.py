@@ -119,6 +119,7 @@ def test_the_image_serves_as_sagemaker_asks_where_there_is_its_folder(tmp_path):
 def test_sagemakers_bodies_may_be_as_long_as_it_allows(tmp_path):
     settings = loaded(tmp_path, SAGEMAKER_BIND_TO_PORT="1").settings
     assert settings.max_body_bytes == settings.max_json_bytes == 25 * 2**20
+    assert settings.default_timeout_s == 60
     variables = {"SAGEMAKER_BIND_TO_PORT": "1", "SAGEMAKER_MAX_PAYLOAD_IN_MB": "30"}
     assert loaded(tmp_path, **variables).settings.max_body_bytes == 30 * 2**20
     ours = loaded(tmp_path, "max_body_bytes = 4096", **variables).settings
@@ -126,6 +127,14 @@ def test_sagemakers_bodies_may_be_as_long_as_it_allows(tmp_path):
     (tmp_path / "inferpool.toml").unlink()
     text = problems(tmp_path, SAGEMAKER_BIND_TO_PORT="1", SAGEMAKER_MAX_PAYLOAD_IN_MB="x")
     assert text.startswith("SAGEMAKER_MAX_PAYLOAD_IN_MB: 'x' is not")
+
+
+def test_a_default_for_accept_that_is_not_used_is_told(tmp_path):
+    variables = {"SAGEMAKER_BIND_TO_PORT": "1", "SAGEMAKER_DEFAULT_INVOCATIONS_ACCEPT": "text/csv"}
+    texts = loaded(tmp_path, **variables).warnings
+    assert any("INVOCATIONS_ACCEPT: 'text/csv' is not used" in each for each in texts)
+    variables["SAGEMAKER_DEFAULT_INVOCATIONS_ACCEPT"] = "application/json"
+    assert len(loaded(tmp_path, **variables).warnings) == 1
 
 
 def test_the_setting_alone_changes_neither_address_nor_what_is_open(tmp_path):
@@ -138,7 +147,7 @@ def test_sagemaker_and_torchserve_exclude_each_other(tmp_path):
     (tmp_path / "c.properties").touch()
     text = problems(tmp_path, 'torchserve = "c.properties"\nsagemaker = true')
     assert "torchserve" in text
-    assert "leave one" in text
+    assert "leave one out" in text
 
 
 def test_a_multi_model_endpoint_starts_without_models(tmp_path):
