@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from fastapi import Request, Response
 
 from inferpool.service.api.errors import CALL_KEY
-from inferpool.service.catalog.catalog import Catalog
+from inferpool.service.catalog.catalog import Catalog, ModelVersion
 from inferpool.service.errors import RestartFailedError, ServiceError, VersionRefusedError
 from inferpool.service.parts.admin.bodies import body_of, object_in
 from inferpool.service.parts.admin.routes import record
@@ -38,6 +38,8 @@ _ANSWER_S = 3600.0
 """The longest that a call waits for a change; as for /admin/models."""
 _NEXT_PAGE = "next_page_token"
 _IN_PROGRESS = "Processing worker updates..."
+_AT_ONCE = {"policy": "force", "rollback_s": 0, "ephemeral": True}
+"""Options of a change whose result is the same model: nothing is compared with what serves."""
 _NUMBER = re.compile(r"-?[0-9]{1,9}")
 
 
@@ -92,7 +94,7 @@ class Management:
         if request.method == "GET":
             return self._described(name, label)
         if request.method == "PUT" and end:
-            return self._set_default(name, label or "")
+            return await self._set_default(request, name, label or "")
         if request.method == "PUT":
             return await self._scale(request, name, label)
         if request.method == "DELETE":
@@ -130,25 +132,41 @@ class Management:
                 await self._until_decided(version.name)
             version = self._served.version(name, label)
         if len(version.pool.slots) != num:
-            wanted = {"replicas": num, "policy": "force", "rollback_s": 0, "ephemeral": True}
-            self._changes.begin_swap(version.name, wanted)
+            self._changes.begin_swap(version.name, {"replicas": num, **_AT_ONCE})
             record(request, f"scale {version.name} to {num} workers")
-        if not is_patient or not await self._until_decided(version.name):
+        own = self._served.label_of(version)
+        if not is_patient or not await self._until_decided(version.name, own):
             return _status(_IN_PROGRESS, 202)
         suffix = f", version: {label}" if label else ""
         return _status(f"Workers scaled to {num} for model: {name}{suffix}")
 
-    def _set_default(self, name: str, label: str) -> Response:
-        """Say so if the version is the usual one; no other one becomes it here."""
+    async def _set_default(self, request: Request, name: str, label: str) -> Response:
         versions = self._served.versions(name)
-        if not any(label == self._served.label_of(each) for each in versions):
+        wanted = [each for each in versions if label == self._served.label_of(each)]
+        if not wanted:
             raise no_version(f"Model version {label} does not exist for model {name}")
-        if label != self._served.label_of(versions[0]):
-            raise conflict(
-                f"version {label} of {name} cannot take over here: unregister both, and register "
-                "this one alone, or load it with POST /admin/models/NAME/versions"
-            )
+        if versions[0] not in wanted:
+            record(request, f"default version of {name}: {label}")
+            await self._exchange(name, versions[0], wanted[0])
         return _status(f'Default version successfully updated for model "{name}" to "{label}"')
+
+    async def _exchange(self, name: str, usual: ModelVersion, wanted: ModelVersion) -> None:
+        """Have another version answer the calls that name none. Both are served all the time."""
+        if wanted.name == usual.name:
+            self._changes.begin_rollback(usual.name)
+            await self._until_decided(usual.name)
+            return
+        beside = key_of_version(name, self._served.label_of(usual))
+        self._changes.begin_add({"name": beside, **_settings_of(usual), "ephemeral": True})
+        await self._until_decided(beside)
+        try:
+            self._changes.begin_swap(usual.name, {**_settings_of(wanted), **_AT_ONCE})
+            await self._until_decided(usual.name)
+        except ServiceError:
+            self._changes.begin_remove(beside, ephemeral=True)
+            raise
+        self._changes.begin_remove(wanted.name, ephemeral=True)
+        await self._until_decided(wanted.name)
 
     async def _register(self, request: Request) -> Response:
         asked = await _parameters(request)
@@ -158,7 +176,7 @@ class Management:
         self._changes.begin_add({"name": key, **found.settings, "ephemeral": True})
         self._served.remember(str(found.settings["source"]), name, label)
         record(request, f"add {key}, which is {found.file} of the model store")
-        if not _is_true(asked, default=True) or not await self._until_decided(key):
+        if not _is_true(asked, default=True) or not await self._until_decided(key, label):
             return _status(_IN_PROGRESS, 202)
         num = len(self._catalog.version(key).pool.slots)
         return _status(f'Model "{name}" Version: {label} registered with {num} initial workers')
@@ -190,7 +208,7 @@ class Management:
         await self._changes.until_decided(version.name)
         return _status(f'Model "{name}" unregistered')
 
-    async def _until_decided(self, name: str) -> bool:
+    async def _until_decided(self, name: str, label: str = "") -> bool:
         """Wait for a change of a model, but not forever; return whether it is done.
 
         Raises:
@@ -203,9 +221,16 @@ class Management:
         except TimeoutError:
             return False
         except VersionRefusedError as error:
-            text = f"Failed to start workers for model {name}: {error.message}"
+            text = f"Failed to start workers for model {name}"  # the log says why
+            if label:
+                text += f" version: {label}"
             raise RestartFailedError(text) from error
         return True
+
+
+def _settings_of(version: ModelVersion) -> dict[str, object]:
+    """Return the settings of a version, for another model: without a path of its own."""
+    return {**version.settings.model_dump(), "path": None}
 
 
 def _json(value: object, status: int = 200) -> Response:

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request, Response
 
 from inferpool.service.api.auth import Guard
 from inferpool.service.api.codecs.body import joined
+from inferpool.service.api.errors import CALL_KEY
 from inferpool.service.api.wire.listening import listen
 from inferpool.service.errors import StartError
 from inferpool.service.parts.admin import routes as audit
@@ -19,7 +20,8 @@ from inferpool.service.parts.torchserve.addresses import (
     SideServer,
     router_of,
 )
-from inferpool.service.parts.torchserve.description import NamedModels, no_resource
+from inferpool.service.parts.torchserve.description import NamedModels, no_resource, not_allowed
+from inferpool.service.parts.torchserve.errors import UNCACHED
 from inferpool.service.parts.torchserve.management import Management
 from inferpool.service.parts.torchserve.metrics import CONTENT_TYPE, TorchServeMetrics
 from inferpool.service.parts.torchserve.routes import check_root_path, inference_router
@@ -118,7 +120,9 @@ class _Routes:
 
     async def _show(self, request: Request) -> Response:
         body = await self._metrics.render(request.query_params.getlist("name[]"))
-        return Response(body, headers={"content-type": CONTENT_TYPE})
+        response = Response(body, headers={"content-type": CONTENT_TYPE})
+        response.raw_headers += UNCACHED
+        return response
 
     async def _show_all(self, request: Request) -> Response:
         """Show ours too, since this takes the place of their path."""
@@ -132,8 +136,8 @@ class _Routes:
         self._guard.check("metrics", joined(request.headers.raw))
 
 
-async def _nothing(_: Request) -> Response:
-    raise no_resource()
+async def _nothing(request: Request) -> Response:
+    raise no_resource() if request.scope[CALL_KEY].path.strip("/") else not_allowed()
 
 
 def _addresses_in(properties: Properties) -> dict[str, Address]:

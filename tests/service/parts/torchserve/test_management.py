@@ -22,6 +22,7 @@ from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.settings import Settings
 from inferpool.service.telemetry.console import Console
 from inferpool.workers.host.devices import find_host
+from inferpool.workers.shared.errors import WorkerStartError
 from tests.fakes import FakeEngine
 from tests.models.torchserve.archives import make_mar
 from tests.service.pools import until
@@ -39,7 +40,12 @@ OTHER = "http://localhost:0"
 
 
 class ReadyEngine(FakeEngine):
-    """It starts workers that are ready at once."""
+    """It starts workers that are ready at once, but none of a model "raises"."""
+
+    async def start(self, id, config, on_progress):
+        if id.model == "raises":
+            raise WorkerStartError("a secret of its handler", permanent=True)
+        return await super().start(id, config, on_progress)
 
     async def close(self) -> None: ...
 
@@ -295,6 +301,15 @@ async def test_nothing_but_an_archive_in_the_store_can_be_registered(tmp_path, c
         assert list(bench.service.pools) == ["m"]
 
 
+async def test_an_archive_that_does_not_load_is_not_registered(tmp_path, caplog):
+    async with serving(tmp_path, caplog) as bench:
+        make_mar(tmp_path / "store/raises.mar", name="raises")
+        text = "Failed to start workers for model raises version: 1.0"
+        answer = await bench.ask("POST", "/models?url=raises.mar", headers=KEY)
+        assert answer == refusal(500, "InternalServerException", text)
+        assert list(bench.service.pools) == ["m"]
+
+
 async def test_who_may_change_models(tmp_path, caplog):
     async with serving(tmp_path, caplog, predict_keys=read_keys("a-key-of-a-caller")) as bench:
         for method, path in (("POST", "/models?url=toy.mar"), ("DELETE", "/models/m")):
@@ -468,11 +483,18 @@ async def test_versions_of_an_archive_are_one_model_to_clients(tmp_path, caplog)
         status, body = await bench.ask("DELETE", "/models/Toy/1.0", headers=KEY)
         assert (status, body["type"]) == (403, "InvalidModelVersionException")
         assert body["message"] == "Cannot remove default version for model Toy"
-        status, body = await bench.ask("PUT", "/models/Toy/2.0/set-default")
-        assert (status, body["type"]) == (409, "ConflictStatusException")
         assert (await bench.ask("PUT", "/models/Toy/2.0?min_worker=2&synchronous=true"))[0] == 200
         assert len(bench.service.pools["toy-2.0"].slots) == 2
-        for label in ("2.0", "1.0"):
+        path = "/models/Toy/2.0/set-default"
+        assert (await bench.ask("PUT", path))[0] == 401
+        expected = done('Default version successfully updated for model "Toy" to "2.0"')
+        assert await bench.ask("PUT", path, headers=KEY) == expected
+        assert list(bench.service.pools) == ["m", "toy", "toy-1.0"]
+        _, found = await bench.ask("GET", "/models/Toy/all")
+        shown = [(each["modelVersion"], each["minWorkers"]) for each in found]
+        assert shown == [("2.0", 2), ("1.0", 1)]
+        assert bench.service.catalog.settings.models["toy"].source.endswith("Toy_2.0.mar")
+        for label in ("1.0", "2.0"):
             answer = await bench.ask("DELETE", f"/models/Toy/{label}", headers=KEY)
             assert answer == done('Model "Toy" unregistered')
         assert list(bench.service.pools) == ["m"]
