@@ -34,6 +34,11 @@ _NUMBER = re.compile(
 )
 """Numbers of `model-config.yaml`, which the front end reads without a parser of YAML: `key: 4` at
 the start of a line of a block mapping is a key of the whole."""
+_ANY_KEY = re.compile(
+    rf"""(?:^|^[ \t]*\{{[^\n]*?)["']?\b({"|".join((*NUMBERS, "deviceIds"))})["']?[ \t]*:""",
+    re.MULTILINE,
+)
+"""Such a key in any form, also in braces."""
 _ON_CPU = re.compile(r"""^deviceType[ \t]*:[ \t]+["']?cpu["']?[ \t]*(?:#.*)?$""", re.M | re.I)
 _IN_PARTS = re.compile(
     r"^(?:(torchrun|parallelType)[ \t]*:"
@@ -222,14 +227,17 @@ def _facts_of(path: Path, files: Mapping[str, int], read: Any) -> Archived:
     unread: tuple[str, ...] = ()
     text = ""
     if model.config_file:
-        text = read(model.config_file, MAX_CONFIG_BYTES).decode("utf-8", "replace")
+        text = read(model.config_file, MAX_CONFIG_BYTES).decode("utf-8-sig", "replace")
+        text = text.replace("\r\n", "\n")
         numbers = {key: int(value) for key, value in _NUMBER.findall(text)}
         if found := _IN_PARTS.search(text):
             raise SourceError(
                 f"{path}: {model.config_file} sets {found[1] or found[2]}, which is not served: a "
                 "worker here has the whole model, and takes one batch after another"
             )
-        unread = tuple(key for key in (*NUMBERS, "deviceIds") if key in text and key not in numbers)
+        unread = tuple(
+            each for each in dict.fromkeys(_ANY_KEY.findall(text)) if each not in numbers
+        )
     return Archived(
         path=path,
         model=model,

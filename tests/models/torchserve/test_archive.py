@@ -53,9 +53,15 @@ def test_numbers_of_the_config_are_read_and_others_are_left_to_handlers(tmp_path
     assert facts.numbers == {"minWorkers": 2, "maxBatchDelay": 50, "batchSize": 4}
     assert facts.unread == ()
     assert facts.config()["handler"] == {"batchSize": 9}
-    flow = "{batchSize: 4}"
-    facts = read_facts(make_mar(tmp_path / "x.mar", {"model-config.yaml": flow}, **CONFIGURED))
-    assert (facts.numbers, facts.unread) == ({}, ("batchSize",))
+    for text, numbers, unread in (
+        ("{a: 1, batchSize: 4}", {}, ("batchSize",)),
+        ("batchSize: '4'\ndeviceIds: [0]", {}, ("batchSize", "deviceIds")),
+        ("\ufeffbatchSize: 4\r\nmaxBatchDelay: 5\r\n", {"batchSize": 4, "maxBatchDelay": 5}, ()),
+        ("# batchSize: 4\nhandler:\n  batchSize: 4\nmybatchSize: 4", {}, ()),
+    ):
+        path = make_mar(tmp_path / "x.mar", {"model-config.yaml": text}, **CONFIGURED)
+        facts = read_facts(path)
+        assert (facts.numbers, facts.unread) == (numbers, unread)
 
 
 @pytest.mark.parametrize(

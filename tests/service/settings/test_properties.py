@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from inferpool.service.settings.loader import LoadedSettings, load
 from inferpool.service.settings.names import SettingsError
@@ -14,6 +16,7 @@ from inferpool.service.settings.properties import (
     key_of_model,
     model_of_store,
     read_properties,
+    settings_of,
     store_of,
 )
 from tests.models.torchserve.archives import make_folder, make_mar, make_tar
@@ -69,6 +72,31 @@ def problems(folder: Path, text: str, environ: Mapping[str, str] | None = None) 
 )
 def test_the_syntax_is_that_of_java(tmp_path: Path, text: str, found: dict[str, str]) -> None:
     assert read_properties(write(tmp_path, text), {}) == found
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    lines=st.lists(
+        st.tuples(
+            st.sampled_from(["inference_address", "models", "load_models", "job_queue_size", "x"]),
+            st.text(st.characters(codec="utf-8"), max_size=30),
+        )
+    )
+)
+def test_any_file_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[tuple[str, str]]
+) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    make_mar(folder / "a.mar", name="a")
+    text = "model_store=.\nload_models=all\n" + "".join(f"{key}={value}\n" for key, value in lines)
+    path = folder / "config.properties"
+    path.write_text(text, "utf-8")
+    problems: tuple[str, ...] = ()
+    try:
+        settings_of(path, {}, {}, folder)
+    except SettingsError as error:
+        problems = error.problems
+    assert all(str(path) in each for each in problems)
 
 
 def test_latin_1_is_read_and_lines_are_named(tmp_path: Path) -> None:
