@@ -245,6 +245,8 @@ class WholeBody(msgspec.Struct, frozen=True):
     parameters: bytes
     inputs: Sequence[TensorSpec]
     """The model's inputs at that time."""
+    interface: Interface
+    """Its interface at that time."""
     headers: tuple[TensorHeader, ...]
     is_batch: bool
 
@@ -778,7 +780,7 @@ class Exchange(msgspec.Struct, eq=False):
                 call.protocol = call.protocol.opened(self, chunks)
             if entry is None or not entry.is_serving:
                 entry = _entry_now(call, self.predict)
-            if form is not None and form.inputs is entry.inputs:
+            if form and form.inputs is entry.inputs and form.interface is entry.interface:
                 ref.kind, ref.num_bytes, ref.parameters = form.kind, self.num_bytes, form.parameters
                 ref.headers, call.is_batch = form.headers, form.is_batch
                 if slot is not None:
@@ -837,8 +839,9 @@ class Exchange(msgspec.Struct, eq=False):
         call.is_batch = decoded.is_batch
         if decoded.is_whole and call.earlier is not None and call.chosen not in STREAMED:
             kind, _, headers = msgspec.structs.astuple(decoded.payloads[0])
+            known = entry.inputs, entry.interface
             call.earlier.form = WholeBody(
-                kind, decoded.parameters, entry.inputs, headers, decoded.is_batch
+                kind, decoded.parameters, *known, headers, decoded.is_batch
             )
         return decoded
 

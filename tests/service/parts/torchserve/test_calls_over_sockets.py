@@ -4,13 +4,20 @@ import json
 
 import pytest
 
+from inferpool.models.spec import USUAL_INTERFACE
 from inferpool.service.api.auth import Guard
 from inferpool.service.api.cors import Cors
 from inferpool.service.errors import OverloadedError
 from inferpool.service.settings.draft import read_keys
-from tests.service.api.fakes import FakeModel
-from tests.service.api.server import WAYS, PredictServer, Way, serve
-from tests.service.parts.torchserve.fake_archives import OPTIONAL, answer, archive, parts_of
+from tests.service.api.fakes import FakeModel, result
+from tests.service.api.server import WAYS, PredictServer, Way, serve, until
+from tests.service.parts.torchserve.fake_archives import (
+    OPTIONAL,
+    answer,
+    archive,
+    part,
+    parts_of,
+)
 
 APP = "https://app.example"
 
@@ -45,6 +52,29 @@ async def test_a_known_head_is_read_as_the_first_one(way: Way) -> None:
     ]
     if way != "asgi":
         assert [known.call.form is not None for known in heads.values()] == [True]
+
+
+async def test_a_version_of_another_kind_is_asked_anew_under_a_known_head() -> None:
+    model = archive()
+    async with serve(model) as server:
+        turn_on(server)
+        async with server.connect() as client:
+            for _ in range(2):
+                assert (await client.ask(ask(b"a"))).body == b"ok"
+            model.interface = archive(streams=True).interface
+            model._reply = lambda _: None
+            client.send(ask(b"a"))
+            await until(lambda: len(model.futures) == 3)
+            reader = model.readers[2]
+            assert reader is not None
+            reader.on_parts([part(b"in parts")])
+            assert (await client.read_head())[1]["transfer-encoding"] == "chunked"
+            model.futures[2].set_result(answer())
+            assert b"in parts" in await client.reader.readuntil(b"0\r\n\r\n")
+            model.interface = USUAL_INTERFACE
+            model._reply = lambda _: result(b"1")
+            assert (await client.ask(ask(b"a"))).json == {"predictions": [1]}
+    assert model.payloads[-1].kind == "image"
 
 
 @pytest.mark.parametrize("way", WAYS)
