@@ -6,6 +6,7 @@ The expected answers were seen on the real TorchServe 0.12.
 import asyncio
 import contextlib
 import re
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from inferpool.service.settings.settings import Settings
 from inferpool.service.telemetry.console import Console
 from inferpool.workers.host.devices import find_host
 from inferpool.workers.shared.errors import WorkerStartError
+from tests.certificates import make_certificate
 from tests.fakes import FakeEngine
 from tests.models.torchserve.archives import make_mar
 from tests.service.pools import until
@@ -30,6 +32,8 @@ from tests.service.pools import until
 KEY = {"authorization": "Bearer a-key-of-an-admin"}
 PREDICT_KEY = {"authorization": "Bearer a-key-of-a-caller"}
 PROPERTIES = """
+certificate_file={certificate}
+private_key_file={key}
 inference_address=http://127.0.0.1:8080
 management_address={management}
 metrics_address={metrics}
@@ -71,6 +75,7 @@ class Bench:
 
 def settings_of(folder: Path, **changed: Any) -> Settings:
     properties = {"management": OWN, "metrics": OTHER, "store": folder / "store"}
+    properties |= {"certificate": "", "key": ""}
     for name in properties.keys() & changed.keys():
         properties[name] = changed.pop(name)
     (folder / "store").mkdir(exist_ok=True)
@@ -403,6 +408,17 @@ async def test_the_address_of_predictions_may_serve_all_with_keys(tmp_path, capl
             assert "\ninferpool_ready " in shown
             assert (await client.get("/nothing")).status_code == 404
         assert "TorchServe's" not in caplog.text
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
+async def test_an_address_may_have_tls_alone(tmp_path, caplog):
+    certificate, key = make_certificate(tmp_path)
+    https = {"management": "https://127.0.0.1:0", "certificate": certificate, "key": key}
+    async with serving(tmp_path, caplog, **https) as bench:
+        [url] = re.findall(r"management: (https://\S+)", caplog.text)
+        async with httpx.AsyncClient(verify=False) as client:
+            assert (await client.get(f"{url}/models")).status_code == 200
+        assert (await bench.metrics.get("/metrics")).status_code == 200
 
 
 async def test_nothing_but_predictions_leaves_these_addresses_closed(tmp_path, caplog):
