@@ -787,7 +787,8 @@ class _Serving:
         if served:
             served.sort(key=lambda name: name != settings.default_model)
             lines = [try_or_ask(url, service.pools[name], settings) for name in served]
-            self._console.serving(url, served, lines, service.loading())
+            is_closed = service.settings.only_predictions
+            self._console.serving(url, served, lines, service.loading(), is_closed=is_closed)
         elif any(pool.is_refused for pool in service.pools.values()):
             logger.error("no model is ready; /health says why, at %s", url)
         while True:  # models come and go later too

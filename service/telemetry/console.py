@@ -117,6 +117,8 @@ class Console:
         models: Sequence[str],
         to_try: Sequence[tuple[str, str]] = (),
         still_loading: Sequence[str] = (),
+        *,
+        is_closed: bool = False,
     ) -> None:
         """Show that the address accepts calls.
 
@@ -125,6 +127,7 @@ class Console:
             models: Names of the models served, the default one first.
             to_try: For each model "try" and a command, or "ask" and a sentence (`service.example`).
             still_loading: Names of the models that are not ready yet.
+            is_closed: It serves nothing besides predictions and probes.
         """
         names = ", ".join(models)
         facts = {
@@ -133,6 +136,8 @@ class Console:
             "health": f"{url}/health",
             "metrics": f"{url}/metrics",
         }
+        if is_closed:
+            facts = {"health": f"{url}/health/ready"}
         if not self._is_terminal:
             logger.info("serving %s at %s", names, url, extra={"url": url})
             if still_loading:

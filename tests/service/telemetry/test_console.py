@@ -45,6 +45,13 @@ def test_workers_that_come_later_are_shown_with_their_placement_until_they_leave
     assert (console._placements, console._known) == ({}, set())
 
 
+def test_pages_that_are_closed_are_not_shown(caplog):
+    caplog.set_level("INFO")
+    Console(None).serving("http://0.0.0.0:80", ["a"], is_closed=True)
+    assert "health: http://0.0.0.0:80/health/ready" in caplog.text
+    assert not {"docs", "page", "metrics"} & {*re.findall(r"\w+", caplog.text)}
+
+
 def test_a_terminal_gets_lines_for_people():
     text = shown(FakeTerminal(), is_colored=False)
     text = re.sub(r"\x1b\[\d*m", "", text)
