@@ -5,6 +5,7 @@ The expected answers were seen on the real TorchServe 0.12.
 
 import asyncio
 import contextlib
+import json
 import re
 import shutil
 from collections.abc import AsyncIterator
@@ -313,6 +314,38 @@ async def test_an_archive_that_does_not_load_is_not_registered(tmp_path, caplog)
         answer = await bench.ask("POST", "/models?url=raises.mar", headers=KEY)
         assert answer == refusal(500, "InternalServerException", text)
         assert list(bench.service.pools) == ["m"]
+
+
+HOSTILE = (
+    *("%00", "%2e%2e%2f", "%ff%fe", "..", "m%2f1", "%7b%7d", "'%22", "a" * 3000, "%e2%80%ae"),
+    *("m;x", "m?x=%ff", "m?min_worker=99999999999", "m?min_worker=%ff", "m?model_version=%00"),
+    *("m?min_worker=1&min_worker=2", "m?max_worker=-1", "?limit=-9999999999&next_page_token=x"),
+    *("?url=%00", "?url=a&model_name=%00", "?url=a&batch_size=1e9", "", "/", "//", "m//", "m/%00"),
+)
+
+
+async def test_odd_calls_are_refused_and_break_nothing(tmp_path, caplog):
+    async with serving(tmp_path, caplog) as bench:
+        make_mar(tmp_path / "store/toy.mar", name="toy")
+        for rest in HOSTILE:
+            for method in ("GET", "POST", "PUT", "DELETE"):
+                if method == "DELETE" and rest[:1] == "m":
+                    continue  # that is its name
+                end = "/set-default" if method == "PUT" and "?" not in rest else ""
+                answer = await bench.management.request(method, f"/models/{rest}{end}", headers=KEY)
+                assert answer.status_code < 500, (method, rest)
+        for name in ("\ud800", "a" * 5000, "..", "", "é", 7, None, [], {"a": "b"}, True):
+            body = {"url": "toy.mar", "model_name": name, "initial_workers": name}
+            content = json.dumps(body)
+            headers = {**KEY, "content-type": "application/json"}
+            status, _ = await bench.ask("POST", "/models", headers=headers, content=content)
+            assert status in (200, 400, 409), name
+        for number in (2**40, 10**9 - 1, 65537):
+            for field in ("initial_workers", "batch_size", "max_batch_delay", "response_timeout"):
+                body = {"url": "toy.mar", "model_name": "large", field: number}
+                status, _ = await bench.ask("POST", "/models", headers=KEY, json=body)
+                assert status in (200, 400, 409), (field, number)
+        assert bench.service.pools["m"].is_ready
 
 
 async def test_who_may_change_models(tmp_path, caplog):
