@@ -321,11 +321,13 @@ def _parse(text: str) -> Iterator[tuple[int, str, str]]:
             continue
         while _continues(line):
             line = line[:-1]
+            if not line:
+                break  # for Java, the next line then begins anew
             if number < len(natural):
                 line += natural[number].lstrip(" \t\f")
                 number += 1
-        found = re.match(r"((?:\\.|[^\\=: \t\f])*)[ \t\f]*[=:]?[ \t\f]*", line, re.DOTALL)
-        if found is not None:
+        found = line and re.match(r"((?:\\.|[^\\=: \t\f])*)[ \t\f]*[=:]?[ \t\f]*", line, re.DOTALL)
+        if found:
             yield first, _unescaped(found[1]), _unescaped(line[found.end() :])
 
 

@@ -68,6 +68,7 @@ def problems(folder: Path, text: str, environ: Mapping[str, str] | None = None) 
         ("a=é", {"a": "é"}),
         ("a=1\rb=2", {"a": "1", "b": "2"}),
         ("#x\\\na=1", {"a": "1"}),
+        ("\\\n# b\n\\\n\na=1", {"a": "1"}),
     ],
 )
 def test_the_syntax_is_that_of_java(tmp_path: Path, text: str, found: dict[str, str]) -> None:
