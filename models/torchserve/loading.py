@@ -16,18 +16,15 @@ from types import ModuleType
 from typing import Any
 
 from inferpool.models.accelerator.failures import raised
-from inferpool.models.errors import ModelError, SourceError
+from inferpool.models.errors import SourceError
 from inferpool.models.sources.classes import distrust_bytecode
 from inferpool.models.sources.registry import last_line
-from inferpool.models.torchserve.archive import Archived
 from inferpool.models.torchserve.context import HandlerContext
 from inferpool.models.torchserve.envelopes import Handle
 from inferpool.models.torchserve.handlers import HANDLERS
 from inferpool.models.torchserve.modules import hint_of, supply_modules
 
 _DEFAULT = "handle"
-_NOT_DONE = ("continuousBatching", "sequenceBatching", "asyncCommunication", "parallelType")
-"""Keys of `model-config.yaml` that change how TorchServe calls a handler."""
 
 
 def loaded_handler(folder: Path, handler: str, context: HandlerContext) -> Handle:
@@ -178,19 +175,3 @@ def _class_of(module: ModuleType, found: object, handler: str) -> Callable[[], A
         f"the handler {handler!r} must have a function handle(data, context) or one class; its "
         f"classes are {listed}"
     )
-
-
-def check_config(facts: Archived) -> None:
-    """Check that a `model-config.yaml` asks for nothing that only TorchServe can do.
-
-    Raises:
-        ModelError: It does; says what to do.
-    """
-    config = facts.config()
-    for key in _NOT_DONE:
-        if config.get(key) not in (None, False, "custom"):
-            raise ModelError(
-                f"{facts.path}: {facts.model.config_file} says {key}: this is not supported, since "
-                "a handler gets each request once and in one process; remove the line if the "
-                "handler can do without"
-            )

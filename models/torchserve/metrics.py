@@ -73,10 +73,10 @@ class CachingMetric:
         dimension_names: Sequence[str] | None = None,
         metric_type: MetricTypes = MetricTypes.COUNTER,
     ) -> None:
-        """Store a metric's name, unit and dimensions."""
+        """Store a metric's name, unit and dimensions; None stands for any of these."""
         self.metric_name = metric_name
         self.unit = _UNITS.get(unit, unit)
-        self.dimension_names = list(dimension_names or ())
+        self.dimension_names = None if dimension_names is None else [*dimension_names]
         self.metric_type = metric_type
 
     def add_or_update(
@@ -84,6 +84,8 @@ class CachingMetric:
     ) -> None:
         """Log a value, unless it does not fit the metric."""
         names = self.dimension_names
+        if names is None:
+            names = [f"dimension_{place}" for place in range(len(dimension_values))]
         is_negative = not isinstance(value, str) and value < 0
         if len(dimension_values) != len(names):
             fault = f"it has the dimensions {names}, not values {list(dimension_values)}"
@@ -133,27 +135,17 @@ class HandlerMetrics:
         Raises:
             ValueError: There are too many.
         """
-        metrics = self.cache.setdefault(metric_type, {})
-        if metric_name not in metrics and len(metrics) >= _MAX_METRICS:
-            raise ValueError(f"a handler has more than {_MAX_METRICS} metrics")
-        metric = CachingMetric(metric_name, unit, dimension_names, metric_type)
-        metrics[metric_name] = metric
-        return metric
+        return self._added(CachingMetric(metric_name, unit, dimension_names or (), metric_type))
 
     def get_metric(
         self, metric_name: str, metric_type: MetricTypes = MetricTypes.COUNTER
     ) -> CachingMetric:
-        """Return a metric.
+        """Return a metric; make one that a handler expects to be in TorchServe's `metrics_config`.
 
-        Raises:
-            KeyError: There is none.
+        That file is not read: such a metric has any dimensions, and no unit.
         """
-        try:
-            return self.cache[metric_type][metric_name]
-        except KeyError:
-            raise KeyError(
-                f"Metric of type '{metric_type}' and name '{metric_name}' doesn't exist"
-            ) from None
+        found = self.cache.get(metric_type, {}).get(metric_name)
+        return found or self._added(CachingMetric(metric_name, None, None, metric_type))
 
     def add_metric(
         self,
@@ -172,9 +164,8 @@ class HandlerMetrics:
             shown.append(Dimension("ModelName", self.model_name))
         if "Level" not in has:
             shown.append(Dimension("Level", "Error" if request_id is None else "Model"))
-        try:
-            metric = self.get_metric(name, metric_type)
-        except KeyError:
+        metric = self.cache.get(metric_type, {}).get(name)
+        if metric is None:
             names = [each.name for each in shown]
             metric = self.add_metric_to_cache(name, unit, names, metric_type)
         metric.add_or_update(value, [each.value for each in shown], request_id or "")
@@ -246,6 +237,13 @@ class HandlerMetrics:
             self.add_metric(name, value, "", None, dimensions)
         finally:
             self.request_ids = before
+
+    def _added(self, metric: CachingMetric) -> CachingMetric:
+        metrics = self.cache.setdefault(metric.metric_type, {})
+        if metric.metric_name not in metrics and len(metrics) >= _MAX_METRICS:
+            raise ValueError(f"a handler has more than {_MAX_METRICS} metrics")
+        metrics[metric.metric_name] = metric
+        return metric
 
     def _request_id(self, idx: int | None) -> str | None:
         ids = self.request_ids

@@ -7,7 +7,7 @@ from msgspec import structs
 
 from inferpool.models.base import Model
 from inferpool.models.torchserve.archive import read_facts
-from inferpool.models.torchserve.loading import check_config, streams
+from inferpool.models.torchserve.loading import streams
 from inferpool.models.torchserve.running import ArchiveModel
 from inferpool.models.torchserve.streaming import StreamingArchive
 from inferpool.models.torchserve.unpacking import unpacked
@@ -31,12 +31,11 @@ def model_of_archive(
         envelope: TorchServe's `service_envelope`: "body" or "json".
 
     Raises:
-        ModelError: It is no archive, or asks for what cannot be done.
+        SourceError: It is no archive, or asks for what only TorchServe does.
     """
     facts = read_facts(Path(path))
     if name is not None:
         facts = replace(facts, model=structs.replace(facts.model, model_name=name))
-    check_config(facts)
     folder = unpacked(Path(path))
     if streaming is None:
         streaming = streams(folder)
