@@ -20,10 +20,10 @@ from inferpool.models.torchserve.handlers.base import BaseHandler
 from tests.models.torchserve.handlers.archives import CLASSIFIER, StillContext, write_archive
 
 
-class Measured(BaseHandler):
+class StepsHandler(BaseHandler):
     """A user's class whose archive has one network."""
 
-    def started(self, archive: Path, config: dict[str, Any] | None = None) -> "Measured":
+    def started(self, archive: Path, config: dict[str, Any] | None = None) -> "StepsHandler":
         self.initialize(StillContext(archive, config))
         return self
 
@@ -41,7 +41,7 @@ def change_manifest(archive: Path, **model: str | None) -> None:
 
 
 def test_a_batch_of_numbers_goes_through_the_three_steps(archive: Path):
-    handler = Measured().started(archive)
+    handler = StepsHandler().started(archive)
     assert (handler.initialized, handler.mapping, handler.map_location) == (True, None, "cpu")
     assert handler.get_device() == torch.device("cpu")
     assert not handler.model.training
@@ -52,7 +52,7 @@ def test_a_batch_of_numbers_goes_through_the_three_steps(archive: Path):
 
 def test_weights_are_optional_for_a_class(archive: Path):
     change_manifest(archive, serializedFile=None)
-    assert Measured().started(archive).model_pt_path is None
+    assert StepsHandler().started(archive).model_pt_path is None
 
 
 class Opens:
@@ -68,14 +68,14 @@ class Opens:
 def test_code_in_weights_does_not_run(archive: Path, tmp_path: Path):
     torch.save({"conv.weight": Opens(tmp_path / "ran")}, archive / "weights.pt")
     with pytest.raises(CheckpointError, match="loading those would run code"):
-        Measured().started(archive)
+        StepsHandler().started(archive)
     assert not (tmp_path / "ran").exists()
 
 
 def test_weights_of_another_network_are_refused(archive: Path):
     torch.save(nn.Linear(1, 1).state_dict(), archive / "weights.pt")
     with pytest.raises(CheckpointError, match="does not fit Net"):
-        Measured().started(archive)
+        StepsHandler().started(archive)
 
 
 @pytest.mark.parametrize(
@@ -97,20 +97,20 @@ def test_an_archive_that_lacks_something_is_refused(
 ):
     change_manifest(archive, **model)
     with pytest.raises(SourceError, match=message):
-        Measured().started(archive)
+        StepsHandler().started(archive)
 
 
 def test_a_file_with_two_classes_is_refused(archive: Path):
     (archive / "two.py").write_text("class A: pass\n\n\nclass B: pass\n")
     change_manifest(archive, modelFile="two.py")
     with pytest.raises(SourceError, match="must define one class, the network's, not A, B"):
-        Measured().started(archive)
+        StepsHandler().started(archive)
 
 
 def test_a_class_is_found_in_its_file_whatever_else_is_called_so(archive: Path):
     (archive / "json.py").write_text(CLASSIFIER)
     change_manifest(archive, modelFile="json.py")
-    assert Measured().started(archive).model.head.out_features == 7
+    assert StepsHandler().started(archive).model.head.out_features == 7
     assert sys.modules["json"] is json
 
 
@@ -124,14 +124,14 @@ def test_a_file_of_onnx_is_opened_for_handlers_that_call_it(archive: Path):
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
     (archive / "net.onnx").write_bytes(model.SerializeToString())
     change_manifest(archive, modelFile=None, serializedFile="net.onnx")
-    session = Measured().started(archive).model
+    session = StepsHandler().started(archive).model
     assert isinstance(session, onnxruntime.InferenceSession)
     assert session.get_session_options().intra_op_num_threads == torch.get_num_threads()
     assert session.run(None, {"x": torch.ones(2).numpy()})[0].tolist() == [-1, -1]
 
 
 def test_compiling_is_named_and_not_done(archive: Path, caplog: pytest.LogCaptureFixture):
-    handler = Measured().started(archive, {"pt2": {"compile": {"enable": True}}})
+    handler = StepsHandler().started(archive, {"pt2": {"compile": {"enable": True}}})
     assert [each.levelno for each in caplog.records] == [logging.WARNING]
     assert "served as it is, not compiled" in caplog.text
     assert type(handler.model).__name__ == "Net"
@@ -140,7 +140,7 @@ def test_compiling_is_named_and_not_done(archive: Path, caplog: pytest.LogCaptur
 def test_names_of_classes_that_are_none_are_refused(archive: Path):
     (archive / "index_to_name.json").write_text("[]")
     with pytest.raises(ModelError, match=r"index_to_name\.json must hold an object"):
-        Measured().started(archive)
+        StepsHandler().started(archive)
 
 
 @pytest.mark.parametrize(
@@ -152,13 +152,13 @@ def test_steps_are_measured_if_the_archive_asks_for_it(
     context = StillContext(archive, {"handler": {"profile": profile}})
     measured: list[str] = []
     context.metrics.add_time = lambda name, *_: measured.append(name)  # type: ignore[method-assign]
-    handler = Measured()
+    handler = StepsHandler()
     handler.initialize(context)
     handler.handle(torch.zeros(1, 3, 30, 30).tolist(), context)
     assert {*measured} == {"HandlerTime", *(f"ts_handler_{name}" for name in names)}
 
 
-class Explains(Measured):
+class Explains(StepsHandler):
     def get_insights(self, tensor_data: Any, inputs: Any, target: Any = 0) -> Any:
         return [tensor_data.shape, inputs, target]
 
@@ -175,8 +175,8 @@ def test_a_users_class_may_explain_and_describe(archive: Path):
     rows = [{"data": b"zero", "target": 3}]
     assert Explains().started(archive).handle(rows, context) == [(1, 3, 30, 30), b"zero", 3]
     numbers = torch.zeros(1, 3, 30, 30).tolist()
-    with pytest.raises(NotImplementedError, match="Measured explains no answers"):
-        Measured().started(archive).handle(numbers, context)
+    with pytest.raises(NotImplementedError, match="StepsHandler explains no answers"):
+        StepsHandler().started(archive).handle(numbers, context)
     context.headers = {"describe": "True"}
     assert Explains().started(archive).handle(rows, context) == [{"takes": "zeros"}]
 
