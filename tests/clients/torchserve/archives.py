@@ -26,8 +26,8 @@ ARCHIVER = "0.12.0"
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """What an archive is made of; files are below the folder of its sources."""
+class ArchiveRecipe:
+    """The parts of an archive; files are below the folder of its sources."""
 
     handler: str
     model: str = ""
@@ -41,47 +41,47 @@ class Recipe:
     extra_files: Sequence[str] = ()
 
 
-RECIPES: Mapping[str, Recipe] = {
-    "classes": Recipe(
+RECIPES: Mapping[str, ArchiveRecipe] = {
+    "classes": ArchiveRecipe(
         handler="image_classifier",
         model_file="model.py",
         serialized_file="weights.pth",
         extra_files=("index_to_name.json",),
     ),
-    "classes_script": Recipe(
+    "classes_script": ArchiveRecipe(
         handler="image_classifier", sources="classes", serialized_file="script.pt"
     ),
-    "segments": Recipe(
+    "segments": ArchiveRecipe(
         handler="image_segmenter", model_file="model.py", serialized_file="weights.pth"
     ),
-    "boxes": Recipe(
+    "boxes": ArchiveRecipe(
         handler="object_detector", model_file="model.py", extra_files=("index_to_name.json",)
     ),
-    "words": Recipe(
+    "words": ArchiveRecipe(
         handler="text_classifier",
         model_file="model.py",
         serialized_file="weights.pth",
         extra_files=("index_to_name.json", "source_vocab.pt"),
     ),
-    "numbers": Recipe(
+    "numbers": ArchiveRecipe(
         handler="numbers_handler.py",
         model_file="model.py",
         serialized_file="weights.pth",
         extra_files=("unit.json",),
     ),
-    "plain": Recipe(handler="plain:handle"),
-    "plain_2": Recipe(handler="plain:handle", model="plain", version="2.0"),
-    "configured": Recipe(handler="configured.py", config_file="model-config.yaml"),
-    "pieces": Recipe(handler="pieces.py"),
-    "later": Recipe(handler="later.py"),
-    "raises": Recipe(handler="raises.py"),
+    "plain": ArchiveRecipe(handler="plain:handle"),
+    "plain_2": ArchiveRecipe(handler="plain:handle", model="plain", version="2.0"),
+    "configured": ArchiveRecipe(handler="configured.py", config_file="model-config.yaml"),
+    "pieces": ArchiveRecipe(handler="pieces.py"),
+    "later": ArchiveRecipe(handler="later.py"),
+    "raises": ArchiveRecipe(handler="raises.py"),
 }
 """The archives by their files' names."""
 AT_START = tuple(name for name in RECIPES if name not in ("later", "raises"))
 """Those that a server loads when it starts."""
 BUILT_IN = ("image_classifier", "image_segmenter", "object_detector", "text_classifier")
 GAIN = 3.0
-"""Of the weights: pictures must get answers that differ."""
+"""The bound of the weights is so large that pictures get answers that differ."""
 TEXT = (
     "the team wins the cup do not sell shares of the bank astronomers find a cafe on a new planet"
 )
@@ -157,12 +157,12 @@ def members_of(path: Path) -> dict[str, tuple[int, bytes]]:
     return found
 
 
-def handler_of(recipe: Recipe) -> str:
+def handler_of(recipe: ArchiveRecipe) -> str:
     """Return the name of the handler's module."""
     return recipe.handler.partition(":")[0].removesuffix(".py")
 
 
-def files_of(recipe: Recipe) -> list[str]:
+def files_of(recipe: ArchiveRecipe) -> list[str]:
     """Return the files that go into an archive, without the manifest."""
     handler = handler_of(recipe)
     own = [] if handler in BUILT_IN else [f"{handler}.py"]
@@ -215,7 +215,7 @@ def _network(path: Path, name: str) -> nn.Module:
     return network
 
 
-def manifest_of(name: str, recipe: Recipe) -> str:
+def manifest_of(name: str, recipe: ArchiveRecipe) -> str:
     """Return the text of the manifest."""
     model = {
         "modelName": recipe.model or name,

@@ -397,7 +397,7 @@ def _refused() -> Iterator[RecordedCall]:
 
 
 MAX_REQUEST_BYTES = 200_000
-"""Of the server that is asked, by `max_request_size`."""
+"""The setting `max_request_size` of the servers that are asked."""
 
 
 def management_calls() -> Iterator[RecordedCall]:

@@ -121,7 +121,7 @@ def _served(folder: Path, store: Path) -> Iterator[Mapping[str, int]]:
 
 def _is_ready(port: int) -> bool:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/ping", timeout=5):
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/ping", timeout=20):
             return True
     except OSError:
         return False
