@@ -4,6 +4,7 @@ A handler gets each batch in one call, as from TorchServe. If it raises, the wor
 batch in halves, so that the other requests are answered.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from inferpool.models.base import Model
 from inferpool.models.errors import BadReturnError, InputError, ModelError
 from inferpool.models.item import Features, Item, Outputs
 from inferpool.models.spec import ArchiveFacts, Placement
+from inferpool.models.texts import text_of
 from inferpool.models.torchserve.answers import HandlerAnswer, HandlerAnswers, HandlerStatusError
 from inferpool.models.torchserve.archive import Archived
 from inferpool.models.torchserve.context import HandlerContext
@@ -22,6 +24,8 @@ from inferpool.models.torchserve.envelopes import Handle, enveloped
 from inferpool.models.torchserve.handlers.util import PredictionException
 from inferpool.models.torchserve.loading import loaded_handler
 from inferpool.models.torchserve.requests import HandlerRequest
+
+logger = logging.getLogger(__name__)
 
 REQUESTS = "requests"
 """Name of the feature that has the requests themselves: no tensors are made of them."""
@@ -112,8 +116,10 @@ class ArchiveModel(Model):
         try:
             with torch.inference_mode(mode=False):  # as in TorchServe: a handler may need gradients
                 returned = self._handle(data, context)
-        except PredictionException as error:
+        except (PredictionException, InputError) as error:
             if len(requests) > 1:  # TorchServe would fail them all
+                raise
+            if isinstance(error, InputError) and not requests[0].is_enveloped:
                 raise
             answer = _refusal_of(error, context, more)
             if not requests[0].is_enveloped:
@@ -146,11 +152,18 @@ def shown(answer: HandlerAnswer, parameters: Mapping[str, object]) -> object:
 
 
 def _refusal_of(
-    error: PredictionException, context: HandlerContext, more: bool | None
+    error: PredictionException | InputError, context: HandlerContext, more: bool | None
 ) -> HandlerAnswer:
-    """Return the answer for an error by which a handler chooses the status (`ts/service.py`)."""
-    code = error.error_code
+    """Return the answer for an error that is a handler's word on a request (`ts/service.py`).
+
+    TorchServe says the same for a picture that cannot be read as for a handler that is broken.
+    """
+    if isinstance(error, InputError):
+        logger.info("the handler refuses a request: %s", text_of(error))
+        code, message = 503, "Prediction failed"
+    else:
+        code, message = error.error_code, str(error.message)
     if not isinstance(code, int) or not 400 <= code <= 599:
         raise HandlerStatusError(f"PredictionException has the status {code!r}") from error
     context.set_response_status(507 if code == 413 else code)  # as in `RestJob.java`
-    return replace(context.answer(0, None, more=more), error=str(error.message))
+    return replace(context.answer(0, None, more=more), error=message)

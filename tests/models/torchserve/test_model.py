@@ -171,6 +171,25 @@ def handle(data, context):
         answers(model, [bytes_item(b"kiwi")])
 
 
+def test_a_picture_that_a_handler_cannot_read_is_refused_as_by_torchserve(tmp_path, caplog):
+    code = """
+from inferpool.models.errors import InputError  # as our built-in handlers raise it
+
+def handle(data, context):
+    if data:
+        raise InputError("no picture")
+"""
+    caplog.set_level("INFO")
+    model = model_of(tmp_path / "picture", code)
+
+    head, _ = opened(answers(model, [enveloped(b"GIF")])[0])
+
+    assert (head["status"], head["error"]) == (503, "Prediction failed")
+    assert "refuses a request: no picture" in caplog.text
+    with pytest.raises(InputError, match="no picture"):
+        answers(model, [bytes_item(b"GIF")])
+
+
 def test_the_wrong_number_of_answers_is_an_error_that_says_both(tmp_path):
     model = model_of(tmp_path / "one", "def handle(data, context):\n    return ['only']\n")
 
