@@ -20,7 +20,14 @@ signal.signal({number}, write)
 """
 _ROOM = "inferpool.service.parts"
 V2, V1, TEXTS, TEI = (f"{_ROOM}.{each}" for each in ("open_inference", "kserve_v1", "texts", "tei"))
-ALL = {V2, V1, TEXTS, TEI, "grpc", "google.protobuf"}
+SERVERS = {
+    f"{_ROOM}.torchserve",
+    f"{_ROOM}.platforms",
+    "inferpool.models.torchserve",
+    "inferpool.service.settings.properties",
+    "yaml",
+}
+ALL = {V2, V1, TEXTS, TEI, "grpc", "google.protobuf", *SERVERS}
 
 
 def loaded_by(service: Running, folder: Path) -> set[str]:

@@ -35,7 +35,7 @@ class Handler:
 '''  # noqa: E501
 """The code of the archive `parts`. It raises for `{"raise": true}` alone."""
 TOLD = "ValueError: told so"
-"""What the log says of it."""
+"""The text of its error in the log."""
 _MODELS = ("parts",) * 10 + ("decoder", "echo", "echo", "grid", "nobody", "")
 _ODD_NAMES = (
     *("%00", "%2e%2e", "..", "a%2Fb", "parts%20", "%ff", "\u00fc", "n" * 300, "parts.mar", "-"),
