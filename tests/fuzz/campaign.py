@@ -24,6 +24,7 @@ from tests.fuzz.infer import make_grpc_call, make_infer_input
 from tests.fuzz.inputs import HostileInput, make_input
 from tests.fuzz.texts import TEXT_PROTOCOLS, make_text_input, text_complaint
 from tests.fuzz.torchserve import (
+    ADMIN,
     SERVER_INPUTS,
     TOLD,
     VERTEX_HEALTH,
@@ -128,7 +129,10 @@ def service(
             case "vertex":
                 settings["vertex_predict_route"] = VERTEX_PREDICT
                 settings["vertex_health_route"] = VERTEX_HEALTH
-        with running(settings=settings) as started:
+        env = {"INFERPOOL_ADMIN_KEYS": ADMIN} if protocol == "management" else {}
+        with running(settings=settings, env=env) as started:
+            if env:
+                assert started.post("/predict/echo", json={"instances": ["a"]}).status_code == 200
             yield started
 
 

@@ -109,6 +109,8 @@ def make_vertex_input(seed: int, number: int) -> HostileInput:
     return HostileInput(number=number, kind="vertex", data=data, is_framed=True)
 
 
+ADMIN = "admin-0123456789"
+"""The admin key of the service, which registration needs."""
 VERTEX_PREDICT = "/v1/endpoints/1/deployedModels/2:predict"
 VERTEX_HEALTH = "/v1/endpoints/1/deployedModels/2"
 SERVER_INPUTS: Mapping[str, Callable[[int, int], HostileInput]] = {
@@ -148,16 +150,16 @@ class ServerMaker(RequestMaker):
         junk = self.choice(("1", "0", "-1", "x", "", "99999999999999999999", "1.5", "%00", "1e3"))
         keys = ("initial_workers", "batch_size", "max_batch_delay", "response_timeout", "x", "url")
         more = f"&{self.choice(keys)}={junk}" if self.random() < 0.5 else ""
-        scale = f"min_worker={self.choice(('1', '1', junk))}&max_worker={self.choice(('1', junk))}"
-        if "9999" in scale or "1e3" in scale:
-            scale = "min_worker=1"
+        absent = self.choice(("nobody", "", "%00", "..", "a%2Fb", "n" * 300))
+        bad = self.choice(("0", "-1", "x", "1.5", "%00", "1e3", "99999999999999999999"))
         method, path = self.choice(
             (
                 (b"GET", "/models"), (b"GET", f"/models?limit={junk}&next_page_token={junk}"),
                 (b"GET", f"/models/{name}{version}"), (b"GET", f"/models/{name}?customized={junk}"),
                 (b"POST", f"/models?url={url}{more}"), (b"POST", "/models"), (b"POST", "/models?"),
-                (b"PUT", f"/models/{name}{version}?{scale}"), (b"PUT", f"/models/{name}?{more}"),
-                (b"PUT", f"/models/{name}{version}/set-default"), (b"OPTIONS", "/"),
+                (b"PUT", f"/models/{name}?min_worker={bad}"), (b"OPTIONS", "/"),
+                (b"PUT", f"/models/{absent}{version}?min_worker={junk}&max_worker={bad}{more}"),
+                (b"PUT", f"/models/{absent}{version}/set-default"), (b"PUT", "/models"),
                 (b"DELETE", f"/models/nobody{version}"), (b"DELETE", "/models/"),
                 (b"PATCH", "/models"), (b"GET", "/api-description"), (b"GET", "/"),
                 (b"GET", "/ping"), (b"GET", "/token?type=inference"), (b"POST", "/workflows?url=x"),
@@ -165,7 +167,10 @@ class ServerMaker(RequestMaker):
             )
         )  # fmt: skip
         content_type, body = self._body() if self.random() < 0.2 else ("", b"")
-        return self._sent(number, method, path, content_type, body)
+        lines = [f"authorization: Bearer {ADMIN}"] if self.random() < 0.4 else []
+        whole = self._sent(number, method, path, content_type, body, *lines)
+        host = self.choice((b"127.0.0.1",) * 9 + (b"evil.example", b"localhost", b""))
+        return whole.replace(b"host: fuzz", b"host: " + host, 1)
 
     def invocation(self, number: int) -> bytes:
         """Return a call of `/invocations` as SageMaker makes it, or nearly."""

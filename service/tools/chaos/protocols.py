@@ -6,7 +6,7 @@ module sends the same input by another protocol, and returns the answer in the f
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import parse_qsl
 
@@ -78,8 +78,13 @@ Open = Callable[[Address, Callable[[], None]], Awaitable[ChaosConnection]]
 """Opens a connection to a service; the second argument is called for each stray answer."""
 
 
-def opener(protocol: CallKind, health: ServiceHealth, grpc_port: int) -> Open:
-    """Return what opens connections of a protocol to a service with these models."""
+def opener(
+    protocol: CallKind, health: ServiceHealth, grpc_port: int, archives: Collection[str] = ()
+) -> Open:
+    """Return what opens connections of a protocol to a service with these models.
+
+    `archives` are the names of those that are archives of TorchServe's.
+    """
     if protocol == "predict":
         return connect
     ranks = {
@@ -92,7 +97,9 @@ def opener(protocol: CallKind, health: ServiceHealth, grpc_port: int) -> Open:
         if protocol in TEXT_FORMS:
             return _TextCalls(connection, TEXT_FORMS[protocol]())
         if protocol in SERVER_FORMS:
-            return _ServerCalls(connection, SERVER_FORMS[protocol])
+            return _ServerCalls(
+                connection, SERVER_FORMS[protocol], archives if protocol == "torchserve" else ()
+            )
         return _HttpCalls(connection, _V1() if protocol == "v1" else _V2(ranks))
 
     async def open_grpc(address: Address, on_stray: Callable[[], None]) -> ChaosConnection:
@@ -249,21 +256,31 @@ class _TextCalls(_OneConnection):
 
 
 class _ServerCalls(_OneConnection):
-    """A connection for calls of another server. Those with parameters go to `/predict`."""
+    """A connection for calls of another server. Those with parameters go to `/predict`.
 
-    def __init__(self, connection: TrialConnection, form: ServerForm) -> None:
+    The only instance of a call to one of the archives is sent without an envelope.
+    """
+
+    def __init__(
+        self, connection: TrialConnection, form: ServerForm, archives: Collection[str]
+    ) -> None:
         super().__init__(connection)
         self._form = form
+        self._archives = archives
 
     async def ask(self, request: bytes, timeout_s: float, request_id: bytes = b"") -> TrialAnswer:
         """Send the same body as the server has it, and return the answer as `/predict` has it."""
         asked = _asked_in(request)
-        if asked.parameters:
+        body = asked.body
+        if asked.model in self._archives and asked.content_type == "application/json":
+            raw = _raw_instances(body)
+            body = bytes(raw[0]) if len(raw) == 1 else b""
+        if asked.parameters or not body:
             return await self._connection.ask(request, timeout_s, request_id)
         form = self._form
         headers = {**asked.headers, **form.headers_for(asked.model)}
         path = form.path.format(asked.model)
-        whole = post_request(path, asked.body, asked.content_type, headers)
+        whole = post_request(path, body, asked.content_type, headers)
         answer = await self._connection.ask(whole, timeout_s, request_id)
         if answer.status == 200:
             is_json = b"json" in answer.header(b"content-type")

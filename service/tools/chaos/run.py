@@ -43,7 +43,7 @@ from inferpool.service.tools.chaos.resources import (
     holdings_of,
     read_ledger,
 )
-from inferpool.service.tools.chaos.servers import SERVER_FORMS, rows_of_server
+from inferpool.service.tools.chaos.servers import SERVER_FORMS, archives_among, rows_of_server
 from inferpool.service.tools.chaos.stores import StoreFaults
 from inferpool.service.tools.chaos.swaps import Swaps
 from inferpool.service.tools.chaos.texts import TEXT_FORMS
@@ -160,7 +160,8 @@ class _ChaosRun:
             await self._agents.until_ready(self._subject, _MAX_START_S)
             watch = Watch(self._subject.address, self._subject.key)
             health = await watch.look()
-            self._open = opener(self._plan.protocol, health, self._grpc_port)
+            archives = archives_among(self._settings.models)
+            self._open = opener(self._plan.protocol, health, self._grpc_port, archives)
             screen.begin("learning the right answers")
             await self._learn(health)
             screen.begin("asking undisturbed")

@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 import msgspec
 
+from inferpool.models.torchserve.archive import is_archive
 from inferpool.service.client.reaching import problem_in
 from inferpool.service.settings.loader import Row
+from inferpool.service.settings.model import ModelSettings
 from inferpool.service.tools.trial.service import free_port
 
 _VERTEX_ROUTE = "/v1/endpoints/1:predict"
@@ -67,6 +69,12 @@ SERVER_FORMS: Mapping[str, ServerForm] = {
     "vertex": ServerForm(_VERTEX_ROUTE),
 }
 """Forms by the name of their protocol. Vertex AI asks the default model alone."""
+
+
+def archives_among(models: Mapping[str, ModelSettings]) -> list[str]:
+    """Return the names of the models that are archives of TorchServe's."""
+    sources = {name: model.source.removeprefix("torchserve:") for name, model in models.items()}
+    return [name for name, source in sources.items() if is_archive(Path(source))]
 
 
 def rows_of_server(protocol: str, folder: Path) -> list[Row]:
