@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import secrets
 import shutil
 import stat
 import tempfile
@@ -79,7 +80,8 @@ def _unpack_all(path: Path, archive: ArchiveReader, folder: Path) -> None:
             f"{path} unpacks to {total >> 20:,} MiB, and {folder.parent} has room for "
             f"{free >> 20:,} MiB"
         )
-    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    draft = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}")
+    draft.mkdir()  # with the rights that this user gives to folders
     try:
         for name, num_bytes, content in archive.members():
             place = draft / name
@@ -99,7 +101,7 @@ def _unpack_all(path: Path, archive: ArchiveReader, folder: Path) -> None:
 def _write(path: Path, place: Path, name: str, num_bytes: int, content: BinaryIO) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     written = 0
-    with open(os.open(place, flags, 0o600), "wb") as file:
+    with open(os.open(place, flags, 0o666), "wb") as file:
         while piece := content.read(PIECE_BYTES):
             written += len(piece)
             if written > num_bytes:

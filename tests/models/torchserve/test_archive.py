@@ -43,6 +43,9 @@ def test_facts_are_read_without_unpacking_and_unpacking_writes_the_files(
     found = {str(each.relative_to(tmp_path / "out")) for each in (tmp_path / "out").rglob("*.*")}
     assert found == {"handler.py", "a/b.txt", "MAR-INF/MANIFEST.json"}
     assert (tmp_path / "out/a/b.txt").read_bytes() == b"12"
+    ours = tmp_path / "ours"
+    ours.mkdir()
+    assert (tmp_path / "out").stat().st_mode == ours.stat().st_mode
     assert read_facts(tmp_path / "out").files == facts.files
     assert not list(tmp_path.glob(".*"))
 
