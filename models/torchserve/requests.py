@@ -136,5 +136,5 @@ def _value_of(data: memoryview, form: str) -> object:
         text = str(data, "utf-8")
         return text if form == "text" else json.loads(text)
     except (ValueError, RecursionError):
-        logger.warning("a part is no %s, so the handler gets its bytes", form)
+        logger.debug("a part is no %s, so the handler gets its bytes", form)
         return bytearray(data)
