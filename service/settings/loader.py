@@ -150,10 +150,16 @@ def load_arguments(
         SettingsError: A setting is unknown or invalid; each problem names its place.
     """
     draft = Draft()
+    table: Mapping[str, object] = {}
     if file is not None:
         path = Path(file)
-        draft.add_table(read_table(path, cwd, "config"), f"file {path}")
-    draft.add_environment({k: v for k, v in environ.items() if not k.startswith(PREFIX)})
+        table = read_table(path, cwd, "config")
+        draft.add_table(table, f"file {path}")
+    named = {name: str(value) for name, value in arguments.items() if name == "torchserve"}
+    others = {k: v for k, v in environ.items() if not k.startswith(PREFIX)}
+    for found in attached("settings of TorchServe")(named, others, table, cwd):
+        draft.add_table(*found)
+    draft.add_environment(others)
     if model is not None:
         draft.choose(model)
     draft.add_arguments(arguments)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inferpool.service.settings.loader import LoadedSettings, load
+from inferpool.service.settings.loader import LoadedSettings, load, load_arguments
 from inferpool.service.settings.names import SettingsError
 from inferpool.service.settings.properties import (
     Address,
@@ -189,6 +189,14 @@ def test_our_variables_and_flags_win(tmp_path: Path, store: Path) -> None:
     by_file = load({}, {}, tmp_path).settings
     assert by_variable.port == by_file.port == 8080
     assert list(by_variable.models) == list(by_file.models) == ["a"]
+
+
+def test_a_program_may_name_the_file_too(tmp_path: Path, store: Path) -> None:
+    make_mar(store / "a.mar", name="a")
+    write(tmp_path, "model_store=store\nload_models=a.mar\n")
+    found = load_arguments({"torchserve": "config.properties", "port": 9}, {}, tmp_path)
+    assert (found.settings.port, list(found.settings.models)) == (9, ["a"])
+    assert load_arguments({}, {"INFERPOOL_TORCHSERVE": "lost"}, tmp_path).settings.port != 8080
 
 
 def test_our_file_wins_against_defaults_and_for_its_models(tmp_path: Path, store: Path) -> None:
