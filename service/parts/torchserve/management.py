@@ -131,7 +131,8 @@ class Management:
             with contextlib.suppress(ServiceError):
                 await self._until_decided(version.name)
             version = self._served.version(name, label)
-        if len(version.pool.slots) != num:
+        replicas = version.settings.replicas  # on each host, if there are several
+        if num != (len(version.pool.slots) if replicas == "auto" else replicas):
             self._changes.begin_swap(version.name, {"replicas": num, **_AT_ONCE})
             record(request, f"scale {version.name} to {num} workers")
         own = self._served.label_of(version)
