@@ -71,7 +71,17 @@ class Access:
             self._check(request)
         except (ServiceError, ManagementRefusedError) as error:
             if self._refusals.may_write():
-                logger.warning("admin: refused %s: %s", request.method, error)
+                call = request.scope[CALL_KEY]
+                logger.warning(
+                    "admin: refused %s %s: %s",
+                    call.method,
+                    call.path[:200],
+                    error,
+                    extra={
+                        **call.log_ids(),
+                        "client": request.client.host if request.client else "unknown",
+                    },
+                )
             raise
 
     def _check(self, request: Request) -> None:
