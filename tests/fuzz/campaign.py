@@ -110,7 +110,8 @@ def service(
     is_texts = protocol in TEXT_PROTOCOLS
     models = _TEXT_MODELS if is_texts else _MODELS
     if protocol in SERVER_INPUTS:
-        models = {name: _MODELS[name] for name in ("grid", "echo", "decoder")}
+        names = ("grid", "echo", "decoder") if protocol == "vertex" else ("echo", "grid", "decoder")
+        models = {name: _MODELS[name] for name in names}
     settings = {
         "head_timeout_s": 5.0,
         "grpc_port": _GRPC_PORT,

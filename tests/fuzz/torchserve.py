@@ -71,7 +71,7 @@ _ACCEPTED = (
     *("image/png", "text/csv;q=0", ",", "application/json, text/csv", "x"),
 )
 _METHODS = (b"POST",) * 16 + (b"PUT",) * 5 + (b"GET", b"OPTIONS", b"HEAD", b"DELETE", b"PATCH")
-_MOSTLY_POST = (b"POST",) * 20 + (b"PUT", b"GET", b"OPTIONS", b"HEAD", b"DELETE", b"PATCH")
+_MOSTLY_POST = (b"POST",) * 60 + (b"PUT", b"GET", b"OPTIONS", b"HEAD", b"DELETE", b"PATCH")
 _OTHER_PATHS = (
     *("/ping", "/api-description", "/", "/explanations/parts", "/explanations/parts/1.0"),
     *("/wfpredict/x", "/predictions", "/predictions/", "/predictions//", "/parts", "/v1/models"),
