@@ -4,7 +4,7 @@ import httpx
 import pytest
 
 from inferpool.service.api.auth import Guard, key_of
-from inferpool.service.api.errors import ForbiddenError, UnauthorizedError
+from inferpool.service.api.errors import ForbiddenError, NotFoundError, UnauthorizedError
 from inferpool.service.api.routes.health import HealthReport, ModelHealth, health_router
 from inferpool.service.api.routes.metrics import metrics_router
 from inferpool.service.api.web import App
@@ -234,3 +234,25 @@ def test_checks_say_what_is_missing() -> None:
         guard.check("admin", {b"x-api-key": PREDICT.encode()})
     assert guard.allows("metrics", {b"x-api-key": PREDICT.encode()})
     assert key_of({b"authorization": b"Basic x"}) is None
+
+
+@pytest.mark.parametrize("path", ["/", "/docs", "/health", "/metrics", "/events", "/admin/a", "/a"])
+def test_only_predictions_and_probes_are_there_if_all_else_is_closed(path: str) -> None:
+    admin = {b"x-api-key": ADMIN.encode()}
+    guard = Guard(admin=read_keys(ADMIN), only_predictions=True)
+    with pytest.raises(NotFoundError) as caught:
+        guard.check_path(path, admin)
+    assert "/docs lists" not in caught.value.message
+    for open_path in ("/health/live", "/health/ready", "/ping", "/predict", "/v1/models"):
+        guard.check_path(open_path, {})
+
+
+def test_who_may_predict_may_have_models_loaded_only_where_that_is_asked_for() -> None:
+    closed = Guard(predict=read_keys(PREDICT), only_predictions=True)
+    loading = Guard(predict=read_keys(PREDICT), only_predictions=True, loads_models=True)
+    for path in ("/models", "/models/a"):
+        with pytest.raises(NotFoundError):
+            closed.check_path(path, {b"x-api-key": PREDICT.encode()})
+        with pytest.raises(UnauthorizedError):
+            loading.check_path(path, {})
+        loading.check_path(path, {b"x-api-key": PREDICT.encode()})
