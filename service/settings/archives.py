@@ -9,6 +9,8 @@ from inferpool.models.errors import SourceError
 from inferpool.models.files.kinds import ARCHIVE_MANIFEST, archive_of
 from inferpool.models.torchserve.archive import Archived, read_facts
 
+_MAX_TAR_BYTES = 64 << 20
+
 
 def settings_of_archive(
     facts: Archived, given: Mapping[str, int] | None = None
@@ -46,7 +48,14 @@ def settings_of_archive(
 
 
 def settings_of_source(source: str) -> dict[str, object]:
-    """Return the settings that a source asks for, if it is an archive that can be read."""
+    """Return the settings that a source asks for, if it is an archive that can be read.
+
+    A large `.tar.gz` would have to be unpacked for that, and others wait meanwhile; so its inputs
+    are computed one at a time unless somebody says more.
+    """
+    path = archive_of(source)
+    if path and source.endswith(".tar.gz") and _size_of(path) > _MAX_TAR_BYTES:
+        return {"max_batch_size": 1}
     facts = _facts_of(source)
     return {} if facts is None else settings_of_archive(facts)
 
@@ -55,6 +64,10 @@ def name_of_source(source: str) -> str | None:
     """Return the name that an archive gives its model; None if the source is none."""
     facts = _facts_of(source)
     return None if facts is None else facts.name
+
+
+def _size_of(path: Path) -> int:
+    return os.path.getsize(path) if os.path.isfile(path) else 0
 
 
 def needs_yaml(path: Path) -> bool:

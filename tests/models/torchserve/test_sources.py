@@ -13,6 +13,7 @@ from inferpool.models.torchserve.members import opened_archive
 from inferpool.service.checks.weights import check_weights, weights_file
 from inferpool.service.parts.swap.requests import read_swap
 from inferpool.service.parts.watched.versions import read_version
+from inferpool.service.settings import archives
 from inferpool.service.settings.archives import settings_of_source
 from inferpool.service.settings.loader import load
 from inferpool.service.settings.model import ModelSettings
@@ -91,6 +92,12 @@ def test_settings_are_those_that_torchserve_would_use(
 ) -> None:
     make_mar(here / "x.mar", {"c.yaml": text}, **CONFIG)
     assert settings_of_source("x.mar") == {"max_batch_size": 1} | found
+
+
+def test_a_large_tar_is_not_unpacked_for_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archives, "_MAX_TAR_BYTES", 100)
+    monkeypatch.setattr(archives, "read_facts", None)
+    assert ModelSettings(source="torchserve:file.tar.gz").max_batch_size == 1
 
 
 def test_an_archive_that_changes_is_read_again(here: Path) -> None:
