@@ -16,7 +16,7 @@ from tests.clients.torchserve.archives import AT_START, RECIPES
 from tests.clients.torchserve.calls import MAX_REQUEST_BYTES
 from tests.ports import free_port
 
-_START_S = 300.0
+_START_S = 600.0
 _STOP_S = 60.0
 ADDRESSES = ("inference", "management", "metrics")
 
@@ -29,6 +29,7 @@ def write_config(folder: Path, store: Path) -> tuple[Path, dict[str, int]]:
         f"model_store={store}",
         f"load_models={','.join(f'{name}.mar' for name in AT_START)}",
         "default_workers_per_model=1",
+        "default_startup_timeout=600",  # ten workers that load PyTorch at once take their time
         f"max_request_size={MAX_REQUEST_BYTES}",
         "metrics_mode=prometheus",
         "disable_token_authorization=true",
