@@ -50,9 +50,10 @@ def loaded_handler(folder: Path, handler: str, context: HandlerContext) -> Handl
     else:
         module = _module_of(path, name, handler)
         found = getattr(module, entry or _DEFAULT, None)
-        if inspect.isroutine(found):
+        if callable(found) and not isinstance(found, type):
             found(None, context)  # as TorchServe initialises functions
-            return found
+            function: Handle = found
+            return function
         made = _class_of(module, found, handler)()
     for method in ("initialize", "handle"):
         if not callable(getattr(made, method, None)):

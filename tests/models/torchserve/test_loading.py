@@ -43,6 +43,23 @@ def test_a_function_of_another_name_is_called_once_to_initialise(tmp_path):
     assert answered(folder) == "initialised"
 
 
+def test_an_object_may_stand_in_the_place_of_a_function(tmp_path):
+    code = """
+class Service:
+    def __call__(self, data, context):
+        return ["called"] * len(data or ())
+
+handle = Service()
+"""
+    assert answered(archive(tmp_path / "object", code)) == "called"
+
+
+@pytest.mark.parametrize("deed", ["import sys; sys.exit(3)", "raise ValueError('a bad file')", "("])
+def test_a_handler_that_fails_on_import_is_refused_with_its_line(tmp_path, deed):
+    with pytest.raises(SourceError, match=r"'handler.py' fails on import: .*handler.py:1\)"):
+        answered(archive(tmp_path / "bad", deed))
+
+
 def test_a_class_below_torchserves_own_is_the_one_of_its_file(tmp_path):
     code = """
 from ts.torch_handler.base_handler import BaseHandler
