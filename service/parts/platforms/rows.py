@@ -28,6 +28,7 @@ _LIST_OF_INSTANCES = re.compile(rb'\[[ \t\r\n]*[\[{"]')
 _HEADER = re.compile(rb";\s*header\s*=\s*\"?present\b", re.IGNORECASE)
 """The parameter for a first row with the names of columns (RFC 4180, 3)."""
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+(\.[0-9]*|(?=[eE]))?|(\.[0-9]+))(?:[eE][-+]?[0-9]+)?")
+_NUMBER_BYTES = b"0123456789+-.eE,"
 _MAX_DIGITS = 19
 _MOST_CELLS = 1 << 21
 """Each takes the event loop up to a microsecond; rows of numbers as JSON has them take nearly
@@ -129,14 +130,26 @@ def csv_of(values: Sequence[bytes], *, is_batch: bool) -> bytes:
     A list that answers a single instance has its first dimension along the rows.
 
     Raises:
-        NotAcceptableError: One is nested too deep for a row.
+        NotAcceptableError: One is nested too deep for a row, or they have too many values.
     """
+    if is_batch and all(map(_are_numbers, values)):
+        return b"".join([b"%b\n" % value.strip(b"[]") for value in values])  # as JSON has them
+    if sum(value.count(b",") for value in values) > _MOST_CELLS:
+        raise NotAcceptableError(
+            f"Accept: text/csv: the answers have more than {_MOST_CELLS} values, not all of them "
+            "numbers; ask for application/json"
+        )
     answers = [_any.decode(value) for value in values]
     if not is_batch and isinstance(answers[0], list):
         answers = answers[0]
     stream = io.StringIO(newline="")
     csv.writer(stream, lineterminator="\n").writerows(list(_cells_of(each)) for each in answers)
     return stream.getvalue().encode()
+
+
+def _are_numbers(value: bytes) -> bool:
+    """Return whether an answer is a number, or a list of them."""
+    return value[:1] not in b'{"' and not value[1:-1].translate(None, _NUMBER_BYTES)
 
 
 def _cells_of(value: object, depth: int = 0) -> Iterator[object]:

@@ -1,5 +1,6 @@
 """Calls as SageMaker makes them, over ASGI, to a model that answers as told."""
 
+import csv
 import io
 import json
 from typing import Any
@@ -134,6 +135,29 @@ def answering(value: bytes) -> FakeModel:
 def test_answers_become_rows(value, body, rows):
     answer = ask(answering(value), body, accept=CSV)
     assert (answer.text, answer.headers["content-type"]) == (rows, CSV)
+
+
+@pytest.mark.parametrize(
+    "value", [b"[1,2.5e-3]", b"-7", b'["a",1]', b"[]", b"[[1],2]", b'"x"', b'"5"', b"{}"]
+)
+def test_rows_of_numbers_are_rendered_as_all_others(value):
+    rows = list(csv.reader(io.StringIO(ask(answering(value), b"[[0],[0]]", accept=CSV).text)))
+    answer = json.loads(value)
+    cells = [
+        each
+        for part in (answer if isinstance(answer, list) else [answer] if answer else [])
+        for each in (part if isinstance(part, list) else [part])
+    ]
+    assert [[str(each) for each in cells]] * 2 == [[_same(each) for each in row] for row in rows]
+
+
+def _same(cell: str) -> str:
+    return str(json.loads(cell)) if cell[:1] in "-0123456789" else cell
+
+
+def test_answers_with_too_many_values_for_rows_are_not_acceptable():
+    value = b"[" + b'"a",' * (1 << 21) + b"1,1]"
+    assert error_of(ask(answering(value), b"0", accept=CSV))[0] == 406
 
 
 def test_an_answer_that_is_no_row_is_not_acceptable():
