@@ -266,6 +266,7 @@ NOT_SHARED: Mapping[str, str] = {
     "parts/live/page.py": "for each file of the page",
     "batch": "of one user's own command",
     "parts/swap": "of operators",
+    "parts/platforms/models.py": "of the platform, which alone has models loaded",
     "parts/torchserve/management.py": "of operators",
     "client": "of one user's own process",
     "parts/fronts/front.py": "of no client",
