@@ -380,9 +380,7 @@ def _add_service(meaning: Meaning, properties: Properties) -> None:
     if num := properties.number("job_queue_size", least=1):
         table["max_queue_length"] = num
     if num := properties.number("max_request_size", least=1):
-        table["max_body_bytes"] = max(num, 1024)
-        table["max_json_bytes"] = max(num, 1024)
-        table["arena_bytes"] = "auto"
+        table["max_body_bytes"] = max(num, 1024)  # our least
     if origin := properties.get("cors_allowed_origin", "").strip():
         table["cors_origins"] = origin
     if (num := properties.number("number_of_gpu")) and not properties.num_visible:
