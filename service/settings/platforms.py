@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from inferpool.models.attached import attached
+from inferpool.service.settings.names import PREFIX
 
 Found = tuple[Mapping[str, object], str] | tuple[Mapping[str, object], str, Sequence[str]]
 """A table of settings as in a file, its origin ("file PATH" or "environment VAR"), and warnings."""
@@ -48,12 +49,11 @@ def settings_of_platform(
     if environ.get("K_SERVICE"):
         drain = {"drain_timeout_s": _CLOUD_RUN_DRAIN_S}
         yield _CLOSED | _without(drain, file), "environment K_SERVICE"
-    has_models = (
-        "model" in flags
-        or "watch" in flags
-        or bool(file.get("models") or file.get("watch"))
-        or any(name.startswith(("INFERPOOL_MODELS__", "INFERPOOL_WATCH")) for name in environ)
+    own = ("models", "watch", "torchserve")
+    has_models = "model" in flags or any(
+        name in flags or file.get(name) or environ.get(f"{PREFIX}{name.upper()}") for name in own
     )
+    has_models = has_models or any(name.startswith(f"{PREFIX}MODELS__") for name in environ)
     yield from _of_sagemaker(flags, environ, file, has_models=has_models)
     yield from _of_vertex(environ, has_models=has_models)
 
@@ -67,12 +67,12 @@ def warnings_of_platform(origins: Mapping[str, str]) -> Sequence[str]:
     """Return what to log of settings that a platform has decided, by the origins of settings."""
     origin = origins.get("only_predictions", "")
     kind, _, name = origin.partition(" ")
-    if kind not in ("environment", "argument") or name.startswith("INFERPOOL_"):
+    if kind not in ("environment", "argument") or name.startswith(PREFIX):
         return ()
     return (
         f"{name}: a platform decides who reaches this service, so it listens on every interface "
         "and serves predictions and probes alone: no page, /docs, /events, /metrics, /health and "
-        "/admin, nor texts of exceptions; INFERPOOL_ONLY_PREDICTIONS=false opens them",
+        f"/admin, nor texts of exceptions; {PREFIX}ONLY_PREDICTIONS=false opens them",
     )
 
 
@@ -95,7 +95,7 @@ def _of_sagemaker(
         yield _CLOSED | {"port": _number(port), "sagemaker": True}, origin
     elif not (
         "sagemaker" in flags
-        or environ.get("INFERPOOL_SAGEMAKER", "").lower() in ("true", "1", "yes", "on")
+        or environ.get(f"{PREFIX}SAGEMAKER", "").lower() in ("true", "1", "yes", "on")
         or file.get("sagemaker") is True
     ):
         return

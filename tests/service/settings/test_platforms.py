@@ -188,9 +188,16 @@ def test_vertex_ais_model_is_a_folder_here_and_never_downloaded(tmp_path):
 
 @pytest.mark.parametrize(
     "variables",
-    [{"INFERPOOL_MODELS__A__SOURCE": "echo"}, {"INFERPOOL_WATCH": "."}],
+    [
+        {"INFERPOOL_MODELS__A__SOURCE": "echo"},
+        {"INFERPOOL_WATCH": "."},
+        {"INFERPOOL_TORCHSERVE": "config.properties"},
+    ],
 )
 def test_models_of_our_own_settings_come_instead_of_a_platforms_folder(variables, tmp_path):
     model = with_model(tmp_path)
+    (tmp_path / "config.properties").touch()
     settings = loaded(tmp_path, AIP_STORAGE_URI=str(model), **variables).settings
     assert "resnet" not in settings.models
+    policy = {"INFERPOOL_WATCH_POLICY": "force"}
+    assert "resnet" in loaded(tmp_path, AIP_STORAGE_URI=str(model), **policy).settings.models
