@@ -88,8 +88,9 @@ def _of_sagemaker(
     folder = base / ("models" if is_multi else "model")
     port = environ.get("SAGEMAKER_BIND_TO_PORT")
     origin = "environment SAGEMAKER_BIND_TO_PORT"
-    if not port and is_image(environ) and "model" not in flags and folder.is_dir():
-        # SageMaker runs `docker run IMAGE serve`, with this folder.
+    is_given = is_multi or folder.is_dir()  # the folder of several comes with the first of them
+    if not port and is_given and is_image(environ) and "model" not in flags:
+        # SageMaker runs `docker run IMAGE serve`.
         port, origin = _SAGEMAKER_PORT, "argument serve"
     if port:
         yield _CLOSED | {"port": _number(port), "sagemaker": True}, origin

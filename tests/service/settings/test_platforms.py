@@ -156,6 +156,9 @@ def test_a_multi_model_endpoint_starts_without_models(tmp_path):
     assert (found.settings.models, found.settings.default_model) == ({}, "")
     assert found.settings.sagemaker_models == "/data/models"
     assert found.origins["sagemaker_models"] == "environment SAGEMAKER_MULTI_MODEL"
+    settings = loaded(tmp_path, SAGEMAKER_MULTI_MODEL="true", **IMAGE).settings
+    assert (settings.port, settings.only_predictions, settings.models) == (8080, True, {})
+    assert not loaded(tmp_path, SAGEMAKER_MULTI_MODEL="true").settings.sagemaker
 
 
 ROUTES = {"AIP_HEALTH_ROUTE": "/v1/e/1", "AIP_PREDICT_ROUTE": "/v1/e/1:predict"}
