@@ -112,9 +112,10 @@ def service(
     if protocol in SERVER_INPUTS:
         names = ("grid", "echo", "decoder") if protocol == "vertex" else ("echo", "grid", "decoder")
         models = {name: _MODELS[name] for name in names}
-    settings = {
+    grpc: dict[str, object] = {} if protocol in SERVER_INPUTS else {"grpc_port": _GRPC_PORT}
+    settings: dict[str, object] = {
         "head_timeout_s": 5.0,
-        "grpc_port": _GRPC_PORT,
+        **grpc,
         "front_ends": front_ends,
         "default_model": next(iter(models)),
         "tei": is_texts,
@@ -125,9 +126,8 @@ def service(
             case "torchserve" | "management":
                 ports = (free_port(), _MANAGEMENT_PORT, free_port())
                 settings |= torchserve_settings(Path(folder), ports)
-            case "sagemaker":
+            case "sagemaker" | "vertex":
                 settings["sagemaker"] = True
-            case "vertex":
                 settings["vertex_predict_route"] = VERTEX_PREDICT
                 settings["vertex_health_route"] = VERTEX_HEALTH
         env = {"INFERPOOL_ADMIN_KEYS": ADMIN} if protocol == "management" else {}

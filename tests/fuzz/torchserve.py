@@ -284,7 +284,7 @@ class ServerMaker(RequestMaker):
         return self.choice(("application/jsonlines", "application/x-jsonlines")), body
 
     def _form(self) -> bytes:
-        parts = []
+        parts: list[bytes] = []
         for _ in range(self.choice((0, 1, 1, 1, 2, 3, 70, 400))):
             head = f"content-disposition: form-data; {self.choice(_FIELDS)}"
             if part_type := self.choice(_PART_TYPES):
