@@ -14,6 +14,7 @@ import pytest
 
 from tests.certificates import make_certificate
 from tests.e2e.running import Running, running, until
+from tests.ports import free_port
 
 KEY, METRICS, ADMIN = "predict-0123456789", "metrics-0123456789", "admin-0123456789"
 MIB = 1 << 20
@@ -82,6 +83,12 @@ ROWS = (
     RefusedCall("POST /v2/models/echo/infer", JSON + WITH_METRICS, 403),
     RefusedCall("POST /v2/models/echo/infer", JSON + WITH_KEY, 413, TOO_LARGE),
     RefusedCall("GET /v2/models/echo/infer", JSON + WITH_KEY, 405),
+    RefusedCall("POST /predictions/echo", JSON, 401),
+    RefusedCall("POST /predictions/nobody", JSON + WITH_KEY, 404),
+    RefusedCall("POST /predictions/echo/7", JSON + WITH_KEY, 404),
+    RefusedCall("POST /predictions/echo", JSON + WITH_METRICS, 403),
+    RefusedCall("PUT /echo/predict", BYTES + WITH_KEY, 413, TOO_LARGE),
+    RefusedCall("OPTIONS /invocations?model_name=echo", JSON + WITH_KEY, 405),
 )
 FULL = RefusedCall("POST /jobs", JSON + WITH_KEY, 429)
 """RefusedCall while all uploads are taken."""
@@ -112,6 +119,9 @@ def answer_to(service: Running, data: bytes, tls: ssl.SSLContext | None = None) 
             return f"{type(error).__name__}: {error}"
     found = json.loads(body)
     assert found.get("status", status) == status
+    if "error" not in found:  # TorchServe's form
+        assert (found["code"], bool(found["type"] and found["message"])) == (status, True)
+        return status
     error = found["error"]
     assert isinstance(error["message"] if isinstance(error, dict) else error, str)
     return status
@@ -127,6 +137,12 @@ def service(request: pytest.FixtureRequest, tmp_path_factory) -> Iterator[Runnin
         "INFERPOOL_ADMIN_KEYS": ADMIN,
         "INFERPOOL_MAX_JOB_BYTES": str(16 * MIB),
     }
+    file = tmp_path_factory.mktemp("torchserve") / "config.properties"
+    addresses = [
+        f"{name}_address=http://127.0.0.1:{free_port()}" for name in ("management", "metrics")
+    ]
+    file.write_text("\n".join([*addresses, f"max_request_size={16 * MIB}"]))
+    flags += ("--torchserve", str(file))
     with running("echo", *flags, "--job-store", store, env=env) as service:
         yield service
 
