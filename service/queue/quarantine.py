@@ -46,6 +46,10 @@ _SAMPLE_BYTES = 32
 _NUM_BLOCKS = 16
 _BLOCK_BYTES = 1024
 """The parts of a payload that `mark` hashes, which takes 1.2 ms for 64 payloads of any size."""
+CALL_HEADERS = b'"envelope":true,"headers":'
+"""What stands before a call's HTTP headers, where a protocol ends the parameters with these.
+
+They are no part of the input: another client sends it with others, as does the same one later."""
 
 
 class InputContent(NamedTuple):
@@ -55,8 +59,14 @@ class InputContent(NamedTuple):
     headers: Sequence[TensorHeader]
     """The headers of its tensors."""
     parameters: bytes
-    """The parameters that the caller gave the model with it."""
+    """The parameters that the caller gave the model with it, without headers of the call."""
     payload: Buffer
+
+    @classmethod
+    def of(cls, ref: ItemRef, payload: Buffer) -> "InputContent":
+        """Return the content of an instance."""
+        parameters, _, _ = ref.parameters.partition(CALL_HEADERS)
+        return cls(ref.kind, ref.headers, parameters, payload)
 
     @property
     def sample(self) -> bytes:
@@ -215,7 +225,7 @@ class Suspects:
         """
         quarantine = self._quarantine
         whole = chunks[0] if len(chunks) == 1 else b"".join(chunks)
-        input = InputContent(ref.kind, ref.headers, ref.parameters, whole)
+        input = InputContent.of(ref, whole)
         left_s = quarantine.left_s(input, now)
         if left_s > 0:
             self._metrics.rejected["quarantined"] += is_traffic
@@ -277,8 +287,7 @@ class Suspects:
         """Return the input of an instance, as a view of its arena slot that must not be kept."""
         ref = instance.ref
         arena = memoryview(self._arena.memory.map)
-        payload = arena[ref.offset : ref.offset + ref.num_bytes]
-        return InputContent(ref.kind, ref.headers, ref.parameters, payload)
+        return InputContent.of(ref, arena[ref.offset : ref.offset + ref.num_bytes])
 
 
 class _QuarantineEntry(NamedTuple):

@@ -19,6 +19,7 @@ from inferpool.service.api.exchange import Call, Exchange
 from inferpool.service.errors import BadRequestError, TooLargeError
 from inferpool.service.parts.torchserve.paths import MAX_FIELDS, AskedPath, fields_of
 from inferpool.service.queue.instance import Buffer
+from inferpool.service.queue.quarantine import CALL_HEADERS
 
 _BODY = "body"
 _FORM, _ENCODED = b"multipart/form-data", b"application/x-www-form-urlencoded"
@@ -29,9 +30,8 @@ _FILE_TYPE = "application/octet-stream"
 """The type of a file that says none (Netty, `HttpPostBodyUtil.DEFAULT_BINARY_CONTENT_TYPE`)."""
 _MAX_HEADERS, _MAX_BYTES = 64, 16 * 1024
 """The most that a handler is told of a call: headers, and names and types of parts."""
-_NOT_PASSED = frozenset((b"x-request-id", b"traceparent", b"tracestate"))
-"""They differ from call to call, and the quarantine compares parameters. Handlers have the id."""
-_KEY = b"authorization"
+_KEYS = (b"authorization", b"x-api-key")
+"""Headers that have keys of this service, if it needs any."""
 
 
 class Field(NamedTuple):
@@ -116,13 +116,9 @@ def read_call(
         pieces += chunks
     if sum(len(name) + len(media_type) for name, *_, media_type in table) > _MAX_BYTES:
         raise TooLargeError(f"the names and types of the parts are longer than {_MAX_BYTES} bytes")
-    parameters = msgspec.json.encode(
-        {
-            "parts": table,  # of one name, the last counts
-            "headers": _headers_of(exchange, asked),
-            "envelope": True,
-        }
-    )
+    headers = msgspec.json.encode(_headers_of(exchange, asked))
+    shown = msgspec.json.encode(table)  # of one name, the last counts
+    parameters = b'{"parts":%b,%b%b}' % (shown, CALL_HEADERS, headers)
     payload = Payload("bytes", [each for each in pieces if len(each)] or (b"",))
     is_whole = form is None and not fields
     return Decoded([payload], is_batch=False, parameters=parameters, is_whole=is_whole)
@@ -138,7 +134,7 @@ def _headers_of(exchange: Exchange, asked: AskedPath) -> dict[str, str]:
     found = {
         name.decode("latin-1"): value.decode("latin-1")
         for name, value in headers.items()
-        if name not in _NOT_PASSED and not (guard is not None and name == _KEY)
+        if guard is None or name not in _KEYS
     }
     if len(found) > _MAX_HEADERS or sum(map(len, (*found, *found.values()))) > _MAX_BYTES:
         raise LargeHeadError(
