@@ -150,7 +150,9 @@ def protocol_at(path: str, further: Sequence[Mapping[str, str]] = ()) -> Any | N
             start, star, end = pattern.partition("*")
             is_long = len(path) >= len(start) + len(end)  # a model may be called "infer"
             if star and is_long and path.startswith(start) and path.endswith(end):
-                return _protocol(name)
+                found = _protocol(name)
+                if found.has_path(path):
+                    return found
     return None
 
 

@@ -191,6 +191,10 @@ class CallProtocol(Protocol):
     submits_in_turn: ClassVar[bool] = False
     """Instances without room in the queue wait for those before; a call needs all its answers."""
 
+    def has_path(self, path: str) -> bool:
+        """Return whether a path is one of its calls, which fits one of its patterns."""
+        return True
+
     def name_in(self, call: "Call") -> str | None:
         """Return the key in `Predict.models` that a call asks for.
 

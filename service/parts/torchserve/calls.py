@@ -39,6 +39,10 @@ class HandlerProtocol(CallProtocol):
     methods = ("POST", "PUT", "GET", "PATCH", "DELETE")
     """TorchServe has handlers compute whatever the method is."""
 
+    def has_path(self, path: str) -> bool:
+        """Return whether a path is TorchServe's: others of this service end in /predict too."""
+        return asked_in(path) is not None
+
     def name_in(self, call: Call) -> str | None:
         """Return the name that the head of a call has; None if it has none."""
         return named_in(call)
@@ -71,7 +75,7 @@ class HandlerProtocol(CallProtocol):
         if interface.media_types is None:
             raise UnavailableError(f"{entry.name} has not loaded yet", retry_after_s=1)
         asked = asked_in(call.path)
-        assert asked is not None  # such a path has no model
+        assert asked is not None
         call.ref.wants_tensors = False
         if interface.archive is None:
             query = b"" if asked.name is None else call.query  # that names the model

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 from urllib.parse import unquote_to_bytes
 
-from inferpool.service.api.exchange import VERSIONS, Call, ModelEntry
+from inferpool.service.api.exchange import DEFAULT_MODEL, VERSIONS, Call, ModelEntry, path_of
 from inferpool.service.settings.paths import OF_PROTOCOLS, OWN_PATHS
 
 MAX_FIELDS = 256
@@ -50,10 +50,8 @@ def key_in(call: Call, models: Mapping[str, ModelEntry]) -> str | None:
 
     It is None if its body may name the model, and a key that nothing has if there is no such model.
     """
-    asked = asked_in(call.path)
-    if asked is None:
-        return ""
-    name = named_in(call)
+    asked, name = asked_in(call.path), named_in(call)
+    assert asked is not None
     return key_of(models, name, asked.version) if name is not None else _only_key(models)
 
 
@@ -79,18 +77,20 @@ def key_of(models: Mapping[str, ModelEntry], name: str, version: str = "") -> st
         name: Our name of the model, or that of an archive.
         version: That of an archive, or else our number; empty for the default one.
     """
+    is_known = name in models or not name
+    others = () if is_known else (key for key, _ in _entries_of(models, name))
+    default = next((key for key in others if VERSIONS not in key), name)
     if not version:
-        is_known = name in models or not name
-        others = () if is_known else (key for key, _ in _entries_of(models, name))
-        return next((key for key in others if VERSIONS not in key), name)
+        return default if default != DEFAULT_MODEL else ""
     unread = ""
     for key, entry in _entries_of(models, name):
         archive = entry.interface.archive
         if archive is None and entry.interface.media_types is None:
             unread = unread or key  # it has not loaded, and says so if it is asked
         elif version in _versions_of(entry):
-            return key
-    return unread or f"{name}{VERSIONS}{version}"
+            own = path_of(entry.name, entry.version)  # canaries get no calls for it
+            return own if own in models else key
+    return unread or f"{default}{VERSIONS}{version!r}"  # none of our numbers, which have no quotes
 
 
 def fields_of(text: bytes) -> list[tuple[bytes, bytes]]:

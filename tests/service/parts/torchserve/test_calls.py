@@ -17,6 +17,8 @@ from inferpool.service.errors import (
     UnavailableError,
     WorkerCrashedError,
 )
+from inferpool.service.queue.instance import CanaryShare
+from inferpool.service.queue.quarantine import InputContent
 from inferpool.service.settings.draft import read_keys
 from tests.service.api.fakes import FakeModel, call, result
 from tests.service.parts.torchserve.fake_archives import (
@@ -140,11 +142,20 @@ def test_a_handler_is_told_the_headers_and_the_rest_of_the_path() -> None:
     found = parameters_of(model)["headers"]
     assert (found["x-mine"], found["url_path"], found["explain"]) == ("1", "a/b", "False")
     assert found["authorization"] == "Bearer x"
-    assert "x-request-id" not in found
+    assert found["x-request-id"] == "a" * 32
     key = "k" * 20
     guarded = served(model, guard=Guard(predict=read_keys(key)))
-    call(guarded, "POST", PATH, content=b"x", headers={"authorization": f"Bearer {key}"})
-    assert "authorization" not in parameters_of(model)["headers"]
+    for name, value in (("authorization", f"Bearer {key}"), ("x-api-key", key)):
+        assert call(guarded, "POST", PATH, headers={name: value}).status_code == 200
+        assert name not in parameters_of(model)["headers"]
+
+
+def test_the_quarantine_knows_an_input_whatever_its_headers_are() -> None:
+    model = archive()
+    for headers in ({"date": "1"}, {"date": "2", "x-request-id": "a" * 32}, PNG):
+        call(served(model), "POST", PATH, content=b"x", headers=headers)
+    one, same, other = (InputContent.of(ref, b"x").digest() for ref in model.refs)
+    assert one == same != other
 
 
 def test_a_handler_decides_status_headers_and_type() -> None:
@@ -227,18 +238,42 @@ def test_errors_have_the_form_of_torchserve(
             "ModelVersionNotFoundException",
             "Model version: 2.0 does not exist for model: fake",
         ),
-        *(
-            (path, "ResourceNotFoundException", "Requested resource is not found, please refer to "
-             "API document.")
-            for path in (
-                "/admin/predict", "/models/predict", "/v2/predict", "/a/b/c/predict",
-                "/models/a/b/invoke", "/predict/predict",
-            )
+        (
+            "/predictions/fake/1",  # the number that it has here
+            "ModelVersionNotFoundException",
+            "Model version: 1 does not exist for model: fake",
         ),
+        ("/predictions/*", "ModelNotFoundException", "Model not found: *"),
     ],
-)  # fmt: skip
+)
 def test_a_model_that_is_not_there_is_not_found(path: str, kind: str, message: str) -> None:
-    assert error(call(served(archive()), "POST", path)) == (404, kind, message)
+    predict = served(archive(), default="fake")
+    predict.models = {**predict.models, "fake/versions/1": archive()}
+    assert error(call(predict, "POST", path)) == (404, kind, message)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/admin/models/predict", "/v2/models/predict", "/v1/models/predict", "/tei/fake/predict"),
+        *("/models/predict", "/models/a/b/invoke", "/jobs/predict", "/docs/predict", "/v2/predict"),
+        *("/ping/predict", "/a/b/c/predict"),
+    ],
+)
+def test_other_paths_stay_those_of_others(path: str) -> None:
+    assert not served(archive("predict")).takes(path)
+
+
+def test_a_model_may_be_called_as_the_ends_of_paths() -> None:
+    predict = served(FakeModel(name="predict"))
+    headers = {"content-type": "application/json"}
+    for body in (b'{"instances":[1]}', b'{"instances":[1], "parameters": 3}'):
+        mine = call(predict, "POST", "/predict/predict", content=body, headers=headers)
+        usual = call(
+            Predict(predict.models), "POST", "/predict/predict", content=body, headers=headers
+        )
+        assert mine.status_code == usual.status_code
+        assert mine.headers["content-type"] == usual.headers["content-type"]
 
 
 def test_a_version_is_asked_by_its_name_in_the_archive() -> None:
@@ -256,6 +291,25 @@ def test_an_archive_answers_by_its_own_name_and_by_ours() -> None:
     model = archive("theirs", key="ours")
     for name in ("ours", "theirs"):
         assert call(served(model), "POST", f"/predictions/{name}/1.0").status_code == 200
+        assert error(call(served(model), "POST", f"/predictions/{name}/2.0")) == (
+            404,
+            "ModelVersionNotFoundException",
+            f"Model version: 2.0 does not exist for model: {name}",
+        )
+
+
+def test_calls_that_name_a_version_go_to_no_canary() -> None:
+    old, new = archive(), archive(version="2.0")
+    old.is_serving, new.version = False, 2
+    old.canary = CanaryShare("fake/versions/2", 1.0)
+    models = {"fake": old, "fake/versions/2": new, "fake/versions/1": old}
+    predict = Predict(models, optional=OPTIONAL)
+    for path in (f"{PATH}/1.0", "/fake/1.0/predict"):
+        assert call(predict, "POST", path).status_code == 200
+    assert (len(old.payloads), len(new.payloads)) == (2, 0)
+    assert call(predict, "POST", PATH).status_code == 200
+    assert call(predict, "POST", f"{PATH}/2.0").status_code == 200
+    assert (len(old.payloads), len(new.payloads)) == (2, 2)
 
 
 def test_invocations_must_name_one_of_several_models() -> None:
