@@ -191,6 +191,14 @@ class _HandlerInvocation(InvocationProtocol):
         more = [each for each in _attributes_of(call) if each[0] not in there]
         return status, [*headers, *more], body
 
+    def first_piece(self, part: bytes) -> Answer:
+        """Return status, headers and first bytes of an answer in parts."""
+        return self._theirs.first_piece(part)
+
+    def next_piece(self, part: bytes) -> bytes:
+        """Return the bytes of a later part."""
+        return self._theirs.next_piece(part)
+
 
 @lru_cache(maxsize=1024)
 def served_name(name: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from inferpool.service.api.optional_calls import CALLS_BY_SETTING
 from inferpool.service.errors import ModelFailedError, StreamBrokenError
 from tests.service.api.fakes import FakeInstance, result
 from tests.service.api.server import PredictServer, RawClient, Way, serve, until
@@ -86,6 +87,19 @@ async def test_parts_are_chunks_as_the_handler_sent_them(way: Way) -> None:
             handler.end()
             assert await read_chunk(client) == b""
         assert server.statuses == [201, 201]
+
+
+async def test_a_call_of_sagemakers_is_answered_in_parts_too() -> None:
+    async with streaming() as (server, handler), server.connect() as client:
+        predict = server.protocol.predict
+        predict.optional, predict.default = [CALLS_BY_SETTING["sagemaker"]], "fake"
+        client.send(ask().replace(b"/predictions/fake", b"/invocations"))
+        await handler.begun()
+        handler.give(part(b"a", status=201))
+        assert (await client.read_head())[0] == 201
+        handler.give(part(b"b"))
+        handler.end()
+        assert await client.reader.readuntil(b"0\r\n\r\n") == b"1\r\na\r\n1\r\nb\r\n0\r\n\r\n"
 
 
 @pytest.mark.parametrize("way", WAYS)
