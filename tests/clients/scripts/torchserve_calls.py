@@ -72,7 +72,7 @@ def curl_calls():
     curl("-F fields", f"{BASE}/predictions/plain", "-F", "data=hello", "-F", "more=é;type=text/csv")
     curl("invocations", "-X", "POST", f"{BASE}/invocations?model_name=plain", "-d", "data=hello")
     curl("predict", "-X", "POST", f"{BASE}/classes/predict", "-T", CHELSEA)
-    curl("OPTIONS", "-X", "OPTIONS", f"{BASE}/predictions/absent")
+    curl("no model", "-X", "POST", f"{BASE}/predictions/absent", "-T", CHELSEA)
     curl("pieces", "-N", "-X", "POST", f"{BASE}/predictions/pieces", "-d", "data=hello")
     curl("no picture", f"{BASE}/predictions/classes", "-F", "data=no picture")
 
