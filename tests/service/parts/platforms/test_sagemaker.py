@@ -17,6 +17,8 @@ from inferpool.service.errors import InvalidInputError, ModelFailedError, Overlo
 from inferpool.service.parts.platforms.sagemaker import served_name
 from inferpool.workers.shared.messages import ContentBlob, TensorBlob
 from tests.service.api.fakes import FakeModel, call, kinds_of, result
+from tests.service.parts.torchserve.fake_archives import answer as handled
+from tests.service.parts.torchserve.fake_archives import archive, parts_of
 
 JSON, CSV, LINES, NPY = (
     "application/json",
@@ -255,6 +257,17 @@ def test_custom_attributes_come_back_with_the_answer(value, echoed):
     name = "x-amzn-sagemaker-custom-attributes"
     answer = ask(FakeModel(), b"1", headers={name: value.encode()})
     assert answer.headers.get(name) == echoed
+
+
+def test_an_archive_of_torchserves_is_asked_and_answers_by_its_handler():
+    body = b"{\n  1\n}"
+    model = archive(reply=lambda _: handled(body, status=207, headers=[["x-own", "1"]]))
+    answer = ask(model, b'{"a": 1}', headers={"x-amzn-sagemaker-custom-attributes": "id=5"})
+    assert (answer.status_code, answer.content, answer.headers["x-own"]) == (207, body, "1")
+    assert answer.headers["x-amzn-sagemaker-custom-attributes"] == "id=5"
+    assert parts_of(model) == [("body", b'{"a": 1}', "json", JSON)]
+    failing = archive(reply=lambda _: ModelFailedError("it raised KeyError"))
+    assert error_of(ask(failing, b"1"))[0] >= 500
 
 
 def test_calls_with_one_head_may_have_bodies_of_several_forms():
