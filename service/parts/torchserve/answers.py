@@ -35,14 +35,21 @@ _OF_CONNECTION = (
     "transfer-encoding",
     "upgrade",
 )
-_OF_US = ("server-timing", "traceparent", "tracestate", "ts_stream_next", "x-request-id")
+_OF_US = (
+    "server-timing",
+    "traceparent",
+    "tracestate",
+    "ts_stream_next",
+    "x-content-type-options",
+    "x-request-id",
+)
 _OURS = frozenset((*_OF_CONNECTION, *_OF_US, *(name.decode() for name, _ in UNCACHED)))
 """Headers that a handler cannot set: those of the connection, ours, and as in TorchServe, those
 against caches."""
 _ALWAYS: Headers = [
     *UNCACHED,
-    # So that a browser runs nothing that a client sent and a handler returns.
-    (b"x-content-type-options", b"nosniff"),
+    # So that a browser runs nothing that a client sent and a handler returns. The server adds
+    # nosniff, as to all answers.
     (b"content-security-policy", b"sandbox"),
 ]
 
@@ -51,7 +58,6 @@ class _Head(msgspec.Struct, frozen=True, kw_only=True):
     """The head of a handler's answer."""
 
     status: int = 200
-    reason: str | None = None
     headers: Sequence[tuple[str, str]] = ()
     content_type: str | None = None
     error: str | None = None

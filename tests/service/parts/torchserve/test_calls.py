@@ -162,7 +162,10 @@ def test_a_handler_decides_status_headers_and_type() -> None:
     head = {
         "status": 418,
         "reason": "Teapot",
-        "headers": [["X-A", "b"], ["Content-Length", "99"], ["X-Request-Id", "z"], ["Pragma", "x"]],
+        "headers": [
+            *(["X-A", "b"], ["Content-Length", "99"], ["X-Request-Id", "z"], ["Pragma", "x"]),
+            ["X-Content-Type-Options", "x"],
+        ],
         "content_type": "text/html",
     }
     found = call(served(archive(reply=lambda _: answer(b"<p>", **head))), "POST", PATH)
@@ -171,6 +174,7 @@ def test_a_handler_decides_status_headers_and_type() -> None:
     assert (found.headers["x-a"], found.headers["content-length"]) == ("b", "3")
     assert found.headers["x-request-id"] != "z"
     assert found.headers["pragma"] == "no-cache"
+    assert "x-content-type-options" not in found.headers  # our server adds it to all answers
     assert found.headers["content-security-policy"] == "sandbox"
 
 
