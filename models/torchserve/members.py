@@ -108,7 +108,8 @@ def reading(path: Path, file: BinaryIO) -> Iterator[ArchiveReader]:
             raise SourceError(f"{path} is neither a zip (.mar) nor a .tar.gz")
     except _BROKEN as error:
         raise SourceError(
-            f"{path} is damaged or cut short, or no archive: {error}; copy or download it again"
+            f"{path} is damaged or cut short, or no archive: {str(error)[:200]}; copy or download "
+            "it again"
         ) from None
 
 

@@ -155,9 +155,9 @@ def load_arguments(
         path = Path(file)
         table = read_table(path, cwd, "config")
         draft.add_table(table, f"file {path}")
-    named = {name: str(value) for name, value in arguments.items() if name == "torchserve"}
+    named = {name: value for name, value in arguments.items() if name == "torchserve"}
     others = {k: v for k, v in environ.items() if not k.startswith(PREFIX)}
-    for found in attached("settings of TorchServe")(named, others, table, cwd):
+    for found in attached("settings of TorchServe")({}, others, {**table, **named}, cwd):
         draft.add_table(*found)
     draft.add_environment(others)
     if model is not None:

@@ -143,13 +143,16 @@ class Address:
     port: int
 
 
-def read_properties(path: Path, environ: Mapping[str, str] | None = None) -> Properties:
+def read_properties(
+    path: Path, environ: Mapping[str, str] | None = None, *, place: str = ""
+) -> Properties:
     """Read a `config.properties`.
 
     Args:
         path: The file.
         environ: The environment, for `$$NAME$$` in values, and for the variables TS_* if
             `enable_envvars_config` is true; None: that of this process.
+        place: The place of the setting that names the file, for errors.
 
     Raises:
         SettingsError: It cannot be read, or names a variable that is not set.
@@ -157,8 +160,10 @@ def read_properties(path: Path, environ: Mapping[str, str] | None = None) -> Pro
     environ = os.environ if environ is None else environ
     try:
         raw = read_file(path)
-    except OSError as error:
-        raise SettingsError([f"{path}: cannot be read: {error.strerror}"]) from None
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        shown = f"{place}: {str(path)[:200]}" if place else str(path)
+        raise SettingsError([f"{shown} cannot be read: {why}"]) from None
     try:
         text = raw.decode()
     except UnicodeDecodeError:
@@ -201,7 +206,12 @@ def address_of(properties: Properties, key: str) -> Address:
 
 
 def settings_of(
-    path: Path, environ: Mapping[str, str], file: Mapping[str, object], cwd: Path
+    path: Path,
+    environ: Mapping[str, str],
+    file: Mapping[str, object],
+    cwd: Path,
+    *,
+    place: str = "",
 ) -> "Meaning":
     """Return what a `config.properties` means.
 
@@ -211,11 +221,12 @@ def settings_of(
         file: The table of our own file. What it sets holds against defaults of TorchServe's, and
             what it sets for a model holds.
         cwd: The current folder.
+        place: The place of the setting that names the file, for errors.
 
     Raises:
         SettingsError: It cannot be used; each problem names the file, the line and the key.
     """
-    properties = read_properties(cwd / path, environ)
+    properties = read_properties(cwd / path, environ, place=place)
     properties.path = path
     meaning = Meaning()
     _add_service(meaning, properties)

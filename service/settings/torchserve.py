@@ -11,10 +11,13 @@ def settings_of_torchserve(
     flags: Mapping[str, str], environ: Mapping[str, str], file: Mapping[str, object], cwd: Path
 ) -> Iterator[Found]:
     """Yield the settings of the file that the setting `torchserve` names."""
-    path = flags.get("torchserve") or environ.get(f"{PREFIX}TORCHSERVE") or file.get("torchserve")
-    if not isinstance(path, str) or not path:
+    variable = f"{PREFIX}TORCHSERVE"
+    places = {"--torchserve": flags, variable: environ, "torchserve": file}
+    given = ((place, table.get(place.removeprefix("--"))) for place, table in places.items())
+    place, path = next(((place, path) for place, path in given if path), ("", None))
+    if not isinstance(path, str):
         return
     from inferpool.service.settings.properties import settings_of
 
-    meaning = settings_of(Path(path), environ, file, cwd)
+    meaning = settings_of(Path(path), environ, file, cwd, place=place)
     yield meaning.table, f"file {path}", meaning.warnings

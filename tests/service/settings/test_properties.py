@@ -199,6 +199,17 @@ def test_a_program_may_name_the_file_too(tmp_path: Path, store: Path) -> None:
     assert load_arguments({}, {"INFERPOOL_TORCHSERVE": "lost"}, tmp_path).settings.port != 8080
 
 
+def test_a_file_that_is_not_there_is_named_with_its_setting(tmp_path: Path) -> None:
+    for flags, environ, place in (
+        ({"torchserve": "lost"}, {}, "--torchserve"),
+        ({}, {"INFERPOOL_TORCHSERVE": "lost"}, "INFERPOOL_TORCHSERVE"),
+    ):
+        with pytest.raises(SettingsError, match=rf"^{place}: .*lost cannot be read: No such file"):
+            load(flags, environ, tmp_path)
+    with pytest.raises(SettingsError, match=r"^torchserve: .*cannot be read"):
+        load_arguments({"torchserve": "a\0b"}, {}, tmp_path)
+
+
 def test_our_file_wins_against_defaults_and_for_its_models(tmp_path: Path, store: Path) -> None:
     make_mar(store / "a.mar", name="a")
     (tmp_path / "inferpool.toml").write_text(
