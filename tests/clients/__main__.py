@@ -6,6 +6,7 @@ See README.md.
 import argparse
 import contextlib
 import json
+import shutil
 import signal
 import sys
 import tempfile
@@ -140,6 +141,12 @@ def call_with_texts(environments: Environments, folder: Path, clients: Sequence[
 
 def compare_torchserve(environments: Environments, folder: Path, is_recorded: bool) -> int:
     """Make all calls to TorchServe and to the service; return 1 if an answer is wrong."""
+    if shutil.which("java") is None:
+        say(
+            "TorchServe needs Java 11 or later, and there is no java on the PATH: install it, "
+            "such as by apt-get install openjdk-17-jre-headless"
+        )
+        return 1
     folder.mkdir(exist_ok=True)
     if is_recorded:
         record_torchserve(environments, folder)

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -50,13 +49,8 @@ def real_torchserve(python: Path, folder: Path, store: Path) -> Iterator[Mapping
         store: The folder of the archives.
 
     Raises:
-        RuntimeError: There is no Java, or the server does not start.
+        RuntimeError: The server does not start.
     """
-    if shutil.which("java") is None:
-        raise RuntimeError(
-            "TorchServe needs Java 11 or later, and there is no java on the PATH: install it, "
-            "such as by apt-get install openjdk-17-jre-headless"
-        )
     config, ports = write_config(folder, store)
     log, home = folder / "torchserve.log", folder / "home"
     home.mkdir(exist_ok=True)
