@@ -1,6 +1,7 @@
 import asyncio
 import itertools
 from contextlib import closing
+from pathlib import Path
 from typing import get_args
 
 import msgspec
@@ -16,11 +17,14 @@ from inferpool.service.tools.chaos.questions import (
     Question,
     learn,
 )
+from inferpool.service.tools.chaos.servers import SERVER_FORMS, rows_of_server
 from inferpool.service.tools.chaos.texts import TEXT_FORMS
 from inferpool.service.tools.trial import inputs
 from inferpool.service.tools.trial.connection import Address, connected
+from inferpool.service.tools.trial.inputs import TrialInput
 from tests.clients.models import SETTINGS
 from tests.e2e.running import running
+from tests.fault_archive import make_fault_archive
 from tests.ports import free_port
 from tests.service.tools.fake_service import answer, serving
 
@@ -52,7 +56,7 @@ async def test_questions_are_asked_and_judged_alike_by_all_protocols():
     with running(settings={"grpc_port": grpc_port, "models": models}) as service:
         async with connected(service.address) as connection:
             health = await connection.read_health()
-        for protocol in set(get_args(CallKind)) - set(TEXT_FORMS):
+        for protocol in set(get_args(CallKind)) - {*TEXT_FORMS, *SERVER_FORMS}:
             opened = opener(protocol, health, grpc_port)
             questions: list[Question] = [EchoQuestion("/predict/echo", 1)]
             with closing(await opened(service.address, lambda: None)) as chaos_connection:
@@ -70,6 +74,59 @@ async def test_questions_are_asked_and_judged_alike_by_all_protocols():
             assert " is wrong: 40" in tally.examples[0], "the status and the reason are shown"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("protocols", [("torchserve",), ("sagemaker", "vertex")])
+async def test_questions_are_asked_as_other_servers_are(
+    protocols: tuple[CallKind, ...], tmp_path: Path
+):
+    settings: dict[str, object] = {"default_model": "echo", "models": {"echo": {"replicas": 1}}}
+    is_torchserve = "torchserve" in protocols
+    if is_torchserve:
+        archive = {"source": str(make_fault_archive(tmp_path / "archive.mar")), "replicas": 1}
+        settings["models"] = {"echo": {"replicas": 1}, "archive": archive}
+    for protocol in protocols:
+        settings |= {key: value for (key,), value, _ in rows_of_server(protocol, tmp_path)}
+    body = msgspec.json.encode({"instances": [{"n": 21, "do": "ok"}]})
+    given = TrialInput(name="one", body=body, content_type="application/json")
+    right = msgspec.json.encode({"predictions": [{"twice": 42}]})
+    with running(settings=settings) as service:
+        async with connected(service.address) as connection:
+            health = await connection.read_health()
+        for protocol in protocols:
+            opened = opener(protocol, health, 0, ["archive"])
+            questions: list[Question] = [EchoQuestion("/predict/echo", 1)]
+            if is_torchserve:
+                questions.append(KnownQuestion("/predict/archive", given, right, 0))
+            tally = await asked(service.address, opened, questions, 8)
+            assert tally.right == 8, (protocol, tally.examples)
+            if protocol != "vertex":  # which asks the default model, whatever the name is
+                missing = EchoQuestion("/predict/nobody", 1)
+                tally = await asked(service.address, opened, [missing], 2)
+                assert tally.wrong == 2, protocol
+                assert " is wrong: 404" in tally.examples[0]
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "expected"),
+    [
+        (503, {"code": 503, "message": "Prediction failed"}, (500, "model_error")),
+        (500, {"code": 500, "message": "3 workers died while they"}, (500, "worker_crashed")),
+        (
+            400,
+            {"code": 400, "message": "2 workers have died while they computed this very input"},
+            (422, "quarantined"),
+        ),
+        (503, {"code": 503, "message": "the queue is full"}, (503, "")),
+        (500, {"error": "it failed", "code": "model_error"}, (500, "model_error")),
+    ],
+)
+def test_errors_of_other_servers_are_read_as_those_of_predict(
+    status: int, body: dict[str, object], expected: tuple[int, str]
+):
+    form = SERVER_FORMS["torchserve"]
+    assert form.problem(status, msgspec.json.encode(body))[:2] == expected
+
+
 TEXTS = "tests.text_model:TextFaultModel"
 TEXT_MODELS = {
     "encoder": {"source": TEXTS},
@@ -80,7 +137,9 @@ _TEXT_PROTOCOLS = {"embeddings": "encoder", "rerank": "reranker", "tei": "encode
 
 @pytest.mark.slow
 async def test_questions_about_texts_are_asked_and_judged_by_the_protocols_of_texts():
-    models = {name: {**model, "replicas": 1} for name, model in TEXT_MODELS.items()}
+    models: dict[str, dict[str, object]] = {
+        name: {**model, "replicas": 1} for name, model in TEXT_MODELS.items()
+    }
     with running(settings={"tei": True, "models": models}) as service:
         async with connected(service.address) as connection:
             health = await connection.read_health()
