@@ -57,8 +57,9 @@ MEANT: Sequence[Meant] = (
     Meant(
         reason="errors of paths that TorchServe has not are those of this service",
         calls=(
-            *("POST /predictions", "POST /ping/predict", "POST /other", "POST /a/b/c/d"),
+            *("POST /predictions", "POST /predictions/", "POST /ping/predict", "POST /other"),
             *("POST /plain/predict/2.0", "GET /other", "GET /ping/more", "twice a slash"),
+            "POST /a/b/c/d",
             "the description",
         ),
         status=404,
