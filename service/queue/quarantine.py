@@ -47,7 +47,7 @@ _NUM_BLOCKS = 16
 _BLOCK_BYTES = 1024
 """The parts of a payload that `mark` hashes, which takes 1.2 ms for 64 payloads of any size."""
 CALL_HEADERS = b'"envelope":true,"headers":'
-"""What stands before a call's HTTP headers, where a protocol ends the parameters with these.
+"""Stands before a call's HTTP headers, where a protocol ends the parameters with these.
 
 They are no part of the input: another client sends it with others, as does the same one later."""
 

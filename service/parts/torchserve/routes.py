@@ -58,7 +58,9 @@ def inference_router(report: Callable[[], HealthReport]) -> APIRouter:
 
     async def ping() -> Response:
         """`{"status": "Healthy"}` with 200, or "Unhealthy" with 500."""
-        is_ready = report().ready
+        now = report()
+        # Without models too, so that a probe leaves a host alive that is to register some.
+        is_ready = now.ready or not (now.models or now.draining)
         status = HTTPStatus.OK if is_ready else HTTPStatus.INTERNAL_SERVER_ERROR
         body = pretty({"status": "Healthy" if is_ready else "Unhealthy"})
         response = Response(body, status, media_type="application/json")

@@ -18,7 +18,7 @@ SEGMENTS = ("ping", "predictions", "invocations", "explanations", "wfpredict")
 
 @pytest.fixture
 def state() -> Any:
-    return SimpleNamespace(ready=True)
+    return SimpleNamespace(ready=True, models=["fake"], draining=False)
 
 
 @pytest.fixture
@@ -40,6 +40,10 @@ def test_ping_says_whether_this_host_is_ready(app: App, state: Any, method: str)
     found = call(app, method, "/ping/")
     assert (found.status_code, found.json()) == (500, {"status": "Unhealthy"})
     assert call(app, "HEAD", "/ping").content == b""
+    state.models = []
+    assert call(app, method, "/ping").json() == {"status": "Healthy"}
+    state.draining = True
+    assert call(app, method, "/ping").status_code == 500
 
 
 @pytest.mark.parametrize(
