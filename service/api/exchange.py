@@ -1022,13 +1022,19 @@ async def send_reply(send: Send, reply: Reply) -> None:
 
 
 def _reply_with_any(outcomes: Sequence[Outcome], call: Call) -> Reply:
+    render = own_answer if call.protocol is None else call.protocol.reply
+    status, headers, body = render(call, outcomes)
+    return status, lines_of(headers) + common_lines(call, _longest(outcomes)).encode(), body
+
+
+def own_answer(call: Call, outcomes: Sequence[Outcome]) -> Answer:
+    """Render the outcomes of a call as `/predict` does; for another protocol as JSON or content."""
     assert call.entry is not None
     envelope = call.entry.interface.envelope
+    chosen = call.chosen if call.protocol is None else "json"
     has_content = any(isinstance(getattr(each, "value", None), ContentBlob) for each in outcomes)
-    if call.protocol is not None:
-        status, headers, body = call.protocol.reply(call, outcomes)
-    elif has_content or call.chosen == "content":
-        status, headers, body = attached("answers with content")(
+    if has_content or chosen == "content":
+        answer: Answer = attached("answers with content")(
             outcomes,
             accept=call.headers.get(b"accept"),
             is_batch=call.is_batch,
@@ -1037,18 +1043,17 @@ def _reply_with_any(outcomes: Sequence[Outcome], call: Call) -> Reply:
             request_id=call.request_id,
             path=call.path,
         )
-    else:
-        output = read_query(call.query).get(OUTPUT_KEY) if call.query else None
-        status, headers, body = encode(
-            call.chosen,
-            outcomes,
-            is_batch=call.is_batch,
-            envelope=envelope,
-            output=output,
-            request_id=call.request_id,
-            path=call.path,
-        )
-    return status, lines_of(headers) + common_lines(call, _longest(outcomes)).encode(), body
+        return answer
+    is_plain = chosen == "json" or not call.query
+    return encode(
+        chosen,
+        outcomes,
+        is_batch=call.is_batch,
+        envelope=envelope,
+        output=None if is_plain else read_query(call.query).get(OUTPUT_KEY),
+        request_id=call.request_id,
+        path=call.path,
+    )
 
 
 def outcome_of(call: Call, index: int, outcome: asyncio.Future[Result] | ServiceError) -> Outcome:

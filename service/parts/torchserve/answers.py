@@ -9,10 +9,8 @@ from http import HTTPStatus
 
 import msgspec
 
-from inferpool.models.attached import attached
-from inferpool.service.api.codecs.answers import JSON_TYPE, Outcome, encode
+from inferpool.service.api.codecs.answers import JSON_TYPE, Outcome
 from inferpool.service.api.errors import Answer, Headers
-from inferpool.service.api.exchange import Call
 from inferpool.service.errors import ModelFailedError, ServiceError
 from inferpool.service.parts.torchserve.errors import UNCACHED
 from inferpool.service.parts.torchserve.json import error_body
@@ -113,39 +111,6 @@ def next_piece(part: bytes) -> bytes:
     if head.error is not None:
         raise ModelFailedError(head.error)
     return body
-
-
-def own_answer(call: Call, outcomes: Sequence[Outcome]) -> Answer:
-    """Render the outcomes of a model that is no archive, as `/predict` does.
-
-    Raises:
-        ServiceError: All failed.
-    """
-    assert call.entry is not None
-    errors = [each for each in outcomes if isinstance(each, ServiceError)]
-    if len(errors) == len(outcomes):
-        raise errors[0]
-    envelope = call.entry.interface.envelope
-    if any(isinstance(getattr(each, "value", None), ContentBlob) for each in outcomes):
-        answer: Answer = attached("answers with content")(
-            outcomes,
-            accept=call.headers.get(b"accept"),
-            is_batch=call.is_batch,
-            envelope=envelope,
-            is_exposed="expose-headers" in call.cors_lines,
-            request_id=call.request_id,
-            path=call.path,
-        )
-        return answer
-    return encode(
-        "json",
-        outcomes,
-        is_batch=call.is_batch,
-        envelope=envelope,
-        output=None,
-        request_id=call.request_id,
-        path=call.path,
-    )
 
 
 def _frame_in(part: bytes) -> bytes:

@@ -10,13 +10,12 @@ from inferpool.service.api.codecs.answers import Outcome
 from inferpool.service.api.codecs.body import BodyContext, Decoded
 from inferpool.service.api.codecs.requests import decode
 from inferpool.service.api.errors import Answer
-from inferpool.service.api.exchange import Call, CallProtocol, Exchange, ModelEntry
+from inferpool.service.api.exchange import Call, CallProtocol, Exchange, ModelEntry, own_answer
 from inferpool.service.errors import BadRequestError, ServiceError, UnavailableError
 from inferpool.service.parts.torchserve.answers import (
     first_piece,
     handler_answer,
     next_piece,
-    own_answer,
 )
 from inferpool.service.parts.torchserve.errors import error_answer
 from inferpool.service.parts.torchserve.paths import (
@@ -93,9 +92,12 @@ class HandlerProtocol(CallProtocol):
             ServiceError: It failed.
         """
         assert call.entry is not None
-        if call.entry.interface.archive is None:
-            return own_answer(call, outcomes)
-        return handler_answer(outcomes[0])
+        if call.entry.interface.archive is not None:
+            return handler_answer(outcomes[0])
+        errors = [each for each in outcomes if isinstance(each, ServiceError)]
+        if len(errors) == len(outcomes):
+            raise errors[0]
+        return own_answer(call, outcomes)
 
     def problem(self, error: ServiceError, call: Call) -> Answer:
         """Render an error."""
