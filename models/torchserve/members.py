@@ -40,6 +40,18 @@ _HEADER_BYTES = 30
 """The least size of a member's own header in a zip (APPNOTE.TXT, 4.3.7)."""
 _IS_ENCRYPTED = 0x1 | 0x40
 """Flags of an encrypted member (APPNOTE.TXT, 4.4.4)."""
+_MAX_HEADER_BYTES = 64 << 10
+"""The longest header of a tar that says more about a member, such as a long name."""
+_MAX_LENGTH_CHARS = 8
+_FURTHER_HEADERS = frozenset(
+    (
+        tarfile.XHDTYPE,
+        tarfile.XGLTYPE,
+        tarfile.SOLARIS_XHDTYPE,
+        tarfile.GNUTYPE_LONGNAME,
+        tarfile.GNUTYPE_LONGLINK,
+    )
+)
 _DRIVE = re.compile(r"[A-Za-z]:")
 _BROKEN = (
     zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, ValueError,
@@ -276,25 +288,51 @@ class _TarReader:
 
     def members(self) -> Iterator[Member]:
         names = _Names(self._path, self._num_packed)
-        most = MAX_RATIO * self._num_packed + FREE_BYTES + MAX_FILES * tarfile.BLOCKSIZE * 4
         self._file.seek(0)
-        with (
-            gzip.GzipFile(fileobj=self._file) as unpacked,
-            tarfile.open(fileobj=_Bounded(unpacked, self._path, most), mode="r:") as archive,
-        ):
-            for info in archive:
-                archive.members.clear()  # type: ignore[attr-defined]  # else it keeps all
+        with gzip.GzipFile(fileobj=self._file) as unpacked:
+            for info in self._headers(unpacked):
                 root, _, name = info.name.removeprefix("./").partition("/")
                 if info.isdir() and not name:
                     continue
-                if not info.isdir() and not (info.isreg() and not info.issparse()):
+                if not info.isdir() and (not info.isreg() or info.type == tarfile.GNUTYPE_SPARSE):
                     kind = "a link" if info.issym() or info.islnk() else "no plain file"
                     raise names.refusal(info.name, f"it is {kind}")
                 if root == ".." or info.name.startswith("/"):
                     raise names.refusal(info.name, f"its name {fault_of_name(info.name)}")
-                names.check(name, info.size, is_folder=info.isdir())
-                content = None if info.isdir() else archive.extractfile(info)
-                yield name, info.size, _as_file(content) if content else None
+                size = 0 if info.isdir() else info.size
+                names.check(name, size, is_folder=info.isdir())
+                content = _Section(unpacked, size)
+                yield name, size, None if info.isdir() else _as_file(content)
+                content.skip()
+                _Section(unpacked, -size % tarfile.BLOCKSIZE).skip()
+
+    def _headers(self, unpacked: gzip.GzipFile) -> Iterator[tarfile.TarInfo]:
+        """Yield what the archive says about each member; its content must be read before the next.
+
+        `tarfile` itself would spend minutes, or gigabytes, on headers that are made for it.
+        """
+        left = FREE_BYTES
+        said: dict[str, str] = {}
+        while any(block := unpacked.read(tarfile.BLOCKSIZE)):
+            info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+            is_further = info.type in _FURTHER_HEADERS
+            padded = info.size + -info.size % tarfile.BLOCKSIZE if is_further else 0
+            left -= len(block) + padded
+            if left < 0 or not 0 <= padded <= _MAX_HEADER_BYTES:
+                raise SourceError(f"{self._path} is refused: a header in it is too large")
+            body = unpacked.read(padded)[: info.size] if is_further else b""
+            if info.type == tarfile.GNUTYPE_LONGNAME:
+                said["path"] = body.partition(b"\0")[0].decode("utf-8", "surrogateescape")
+            elif info.type in (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE):
+                said |= _records_of(body)
+            elif not is_further:
+                if any(key.startswith("GNU.sparse.") for key in said):
+                    info.type = tarfile.GNUTYPE_SPARSE
+                info.name = said.get("path", info.name)
+                info.name = info.name.rstrip("/") if info.isdir() else info.name
+                info.size = int(said.get("size", info.size))
+                yield info
+                said = {}
 
     def read(self, name: str, most: int) -> bytes:
         if name in self._small and len(self._small[name]) <= most:
@@ -307,26 +345,58 @@ class _TarReader:
         raise SourceError(f"{self._path}: there is no {name} in it")
 
 
-class _Bounded(io.RawIOBase):
-    """A file that is never read by more than 4 MiB at once, nor beyond a place."""
+def _records_of(header: bytes) -> dict[str, str]:
+    """Return the records of an extended header: `LENGTH KEY=VALUE` each (POSIX, pax).
 
-    def __init__(self, file: BinaryIO | gzip.GzipFile, path: Path, most: int | None = None) -> None:
+    Raises:
+        ValueError: It is no such header.
+    """
+    found = {}
+    while header.rstrip(b"\0"):
+        length = int(header[:_MAX_LENGTH_CHARS].partition(b" ")[0])
+        if not 0 < length <= len(header):
+            raise ValueError("a record of an extended header has a wrong length")
+        record, header = header[:length], header[length:]
+        text = record.partition(b" ")[2].removesuffix(b"\n").decode("utf-8", "surrogateescape")
+        key, _, found[key] = text.partition("=")
+    return found
+
+
+class _Section:
+    """The content of one member of a tar."""
+
+    def __init__(self, file: gzip.GzipFile, num_bytes: int) -> None:
+        self._file = file
+        self._left = num_bytes
+
+    def read(self, size: int) -> bytes:
+        content = self._file.read(min(size, self._left))
+        self._left -= len(content)
+        return content
+
+    def skip(self) -> None:
+        while self._left:
+            if not self.read(PIECE_BYTES):
+                raise EOFError("a member is cut short")
+
+
+class _Bounded(io.RawIOBase):
+    """A file that is never read by more than 4 MiB at once."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
         super().__init__()
         self._file = file
         self._path = path
-        self._most = most
 
     def read(self, size: int = -1) -> bytes:
-        if size <= _MAX_READ_BYTES:
-            content = self._file.read(size if size >= 0 else _MAX_READ_BYTES + 1)
-            self._check(self._file.tell())
-            if len(content) <= _MAX_READ_BYTES:
-                return content
-        raise SourceError(f"{self._path} is refused: its directory or a header is too large")
+        content = self._file.read(
+            min(size, _MAX_READ_BYTES + 1) if size >= 0 else _MAX_READ_BYTES + 1
+        )
+        if len(content) > _MAX_READ_BYTES:
+            raise SourceError(f"{self._path} is refused: its directory is too large")
+        return content
 
     def seek(self, place: int, whence: int = 0) -> int:
-        if whence == io.SEEK_SET:
-            self._check(place)  # before a gzip has unpacked all that lies between
         return self._file.seek(place, whence)
 
     def tell(self) -> int:
@@ -337,12 +407,6 @@ class _Bounded(io.RawIOBase):
 
     def seekable(self) -> bool:
         return True
-
-    def _check(self, place: int) -> None:
-        if self._most is not None and place > self._most:
-            raise SourceError(
-                f"{self._path} is refused: it unpacks to more than {MAX_RATIO} times its own size"
-            )
 
 
 def _as_file(content: object) -> BinaryIO:

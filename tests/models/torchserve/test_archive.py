@@ -2,6 +2,7 @@ import io
 import stat
 import struct
 import tarfile
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -184,6 +185,9 @@ def test_links_and_devices_are_refused(tmp_path: Path, mode: int, why: str) -> N
         (lambda info: setattr(info, "type", tarfile.LNKTYPE), "a link"),
         (lambda info: setattr(info, "type", tarfile.CHRTYPE), "no plain file"),
         (lambda info: setattr(info, "type", tarfile.FIFOTYPE), "no plain file"),
+        (lambda info: setattr(info, "type", tarfile.GNUTYPE_SPARSE), "no plain file"),
+        (lambda info: info.pax_headers.update({"GNU.sparse.major": "1"}), "no plain file"),
+        (lambda info: info.pax_headers.update(path="toy/../x"), "below the archive's folder"),
         (lambda info: setattr(info, "name", "toy/../x"), "below the archive's folder"),
         (lambda info: setattr(info, "name", "../x"), "below the archive's folder"),
         (lambda info: setattr(info, "name", "/toy/x"), "absolute"),
@@ -220,6 +224,54 @@ def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
         info.size = len(zeros)
         archive.addfile(info, io.BytesIO(zeros))
     check_refused(path, "too large|more than", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "header"),
+    [
+        (tarfile.XHDTYPE, b"1" * 300_000),  # quadratic for `tarfile`
+        (tarfile.XGLTYPE, b"11 a=12345\n" * 300_000),
+        (tarfile.XHDTYPE, b"999 path=x\n"),
+        (tarfile.XHDTYPE, b"-9 path=x\n"),
+        (tarfile.XHDTYPE, b"path=x\n"),
+    ],
+)
+def test_a_header_of_a_tar_that_is_made_to_cost_time_is_refused(
+    tmp_path: Path, kind: bytes, header: bytes
+) -> None:
+    info = tarfile.TarInfo("toy/x")
+    info.type = kind
+    info.size = len(header)
+    path = tmp_path / "x.tar.gz"
+    with tarfile.open(path, "w:gz") as archive:
+        archive.addfile(info, io.BytesIO(header))
+    before = time.process_time()
+    check_refused(path, "a header in it is too large|damaged", tmp_path)
+    assert time.process_time() - before < 5
+
+
+@pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
+def test_a_tar_may_have_long_names_and_its_end_may_be_missing(tmp_path: Path, format: int) -> None:
+    name = "é" * 120
+    path = tmp_path / "x.tar.gz"
+    with tarfile.open(path, "w:gz", format=format) as archive:
+        for member, content in {**files_of(), name: b"12" * 700}.items():
+            info = tarfile.TarInfo(f"./toy/{member}")
+            info.mtime = 1.5
+            data = content.encode() if isinstance(content, str) else content
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    with members.gzip.open(path) as file:
+        plain = file.read()
+    path.write_bytes(
+        members.gzip.compress(plain.rstrip(b"\0") + bytes(-len(plain.rstrip(b"\0")) % 512))
+    )
+    assert read_facts(path).files[name] == 1400
+    unpack(path, tmp_path / "out")
+    assert (tmp_path / "out" / name).read_bytes() == b"12" * 700
+    path.write_bytes(members.gzip.compress(plain.rstrip(b"\0")[:-600]))
+    with pytest.raises(SourceError, match="cut short"):
+        read_facts(path)
 
 
 def test_too_many_members_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
