@@ -16,15 +16,13 @@ import msgspec
 from inferpool.models.errors import SourceError
 from inferpool.models.files.kinds import ARCHIVE_MANIFEST
 from inferpool.models.files.reading import read_file
+from inferpool.models.torchserve.handlers import HANDLERS
 from inferpool.models.torchserve.members import MAX_FILES, fault_of_name, opened_archive, shown_name
 
 MANIFEST = ARCHIVE_MANIFEST
 ARCHIVE_SUFFIXES = (".mar", ".tar.gz")
 MAX_MANIFEST_BYTES = 1 << 20
 MAX_CONFIG_BYTES = 1 << 20
-BUILT_IN_HANDLERS = (
-    "image_classifier", "object_detector", "image_segmenter", "text_classifier", "base_handler",
-)  # fmt: skip
 NUMBERS = (
     "minWorkers", "maxWorkers", "batchSize", "maxBatchDelay", "responseTimeout", "startupTimeout"
 )  # fmt: skip
@@ -70,7 +68,7 @@ class ManifestModel(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
     @property
     def handler_file(self) -> str | None:
         """The handler's file; None if the handler is built in."""
-        if self.handler in BUILT_IN_HANDLERS:
+        if self.handler in HANDLERS:
             return None
         file = self.handler.partition(":")[0]
         return file if file.endswith(_CODE_SUFFIX) else f"{file}{_CODE_SUFFIX}"

@@ -117,8 +117,7 @@ class TextIteratorStreamerBatch:
         """
         if value.shape[0] != self.batch_size:
             raise ValueError(
-                f"TextIteratorStreamerBatch batch size is set to {self.batch_size} but got input "
-                f"tensor of shape {value.shape}"
+                f"tokens of {self.batch_size} texts are expected, not of shape {[*value.shape]}"
             )
         for row, streamer in enumerate(self.streamers):
             streamer.put(value[row : row + 1])

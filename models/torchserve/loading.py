@@ -78,7 +78,7 @@ def import_class(class_name: str, module_prefix: str | None = None) -> type:
         raise ImportError(f"{class_name!r} names no class of a module")
     found = getattr(importlib.import_module(full), name, None)
     if not isinstance(found, type):
-        raise ImportError(f"class:{name} not found in module:{full}.")
+        raise ImportError(f"the module {full} has no class {name!r}")
     return found
 
 

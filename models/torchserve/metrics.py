@@ -29,7 +29,7 @@ _MAX_LINES = 100
 _WINDOW_S = 10.0
 """At most so many lines are logged in so many seconds."""
 _MAX_METRICS = 1000
-"""Metrics that one handler may have."""
+"""Metrics of each kind that are remembered for one handler; others are logged all the same."""
 
 
 class MetricTypes(enum.Enum):
@@ -97,7 +97,7 @@ class CachingMetric:
             _log(self, value, shown, request_id)
             return
         logger.error(
-            "[METRICS]Failed to update metric with name:%s and value: %s: %s",
+            "the handler's metric %s cannot have the value %s: %s",
             self.metric_name,
             value,
             fault,
@@ -130,11 +130,7 @@ class HandlerMetrics:
         dimension_names: Sequence[str] = (),
         metric_type: MetricTypes = MetricTypes.COUNTER,
     ) -> CachingMetric:
-        """Make a metric, in the place of one with this name.
-
-        Raises:
-            ValueError: There are too many.
-        """
+        """Make a metric, in the place of one with this name."""
         return self._added(CachingMetric(metric_name, unit, dimension_names or (), metric_type))
 
     def get_metric(
@@ -195,7 +191,7 @@ class HandlerMetrics:
             ValueError: The unit is no time.
         """
         if unit not in ("ms", "s"):
-            raise ValueError("the unit for a timed metric should be one of ['ms', 's']")
+            raise ValueError(f"{name}: the unit of a time is ms or s, not {unit!r}")
         if name not in _TIMES_OF_TORCHSERVE:
             self.add_metric(name, value, unit, idx, dimensions, metric_type)
 
@@ -214,7 +210,7 @@ class HandlerMetrics:
             ValueError: The unit is no size.
         """
         if unit not in ("MB", "kB", "GB", "B"):
-            raise ValueError("The unit for size based metric is one of ['MB','kB', 'GB', 'B']")
+            raise ValueError(f"{name}: the unit of a size is B, kB, MB or GB, not {unit!r}")
         self.add_metric(name, value, unit, idx, dimensions, metric_type)
 
     def add_percent(
@@ -240,9 +236,8 @@ class HandlerMetrics:
 
     def _added(self, metric: CachingMetric) -> CachingMetric:
         metrics = self.cache.setdefault(metric.metric_type, {})
-        if metric.metric_name not in metrics and len(metrics) >= _MAX_METRICS:
-            raise ValueError(f"a handler has more than {_MAX_METRICS} metrics")
-        metrics[metric.metric_name] = metric
+        if len(metrics) < _MAX_METRICS:
+            metrics[metric.metric_name] = metric
         return metric
 
     def _request_id(self, idx: int | None) -> str | None:

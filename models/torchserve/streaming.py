@@ -82,12 +82,20 @@ class StreamingArchive(ArchiveModel):
     def _call(self, call: "_Call") -> None:
         context = self._context
 
-        def send(returned: Any, places: Mapping[int, str]) -> None:
-            for place in places:
-                context.set_response_header(place, STREAM_NEXT, "true")
+        def send(returned: Any, ids: Mapping[int, str]) -> None:
             if returned is None:
                 raise BadReturnError("a handler sends None as intermediate answers")
-            call.put({place: context.answer(place, returned[place], more=True) for place in places})
+            ours = context.request_ids or {}
+            places = {id: place for place, id in ours.items()}
+            step = {}
+            for key, id in ids.items():
+                # TorchServe sends to the request of that id. One of an earlier call has ended.
+                place = key if ours.get(key) == id else places.get(id)
+                if place is None:
+                    raise BadReturnError(f"a handler sends to the request {id!r}, which has ended")
+                context.set_response_header(place, STREAM_NEXT, "true")
+                step[place] = context.answer(place, returned[key], more=True)
+            call.put(step)
 
         context.send_parts = send
         try:

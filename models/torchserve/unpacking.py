@@ -144,7 +144,8 @@ def _shared(path: Path, file: BinaryIO, folder: Path) -> Path:
             is_held = False
             try:
                 if _locks(descriptor, fcntl.LOCK_EX) and _is_at(descriptor, folder):
-                    shutil.rmtree(folder / _FILES, ignore_errors=True)  # handlers may write there
+                    for each in folder.iterdir():  # handlers write there, and killed workers leave
+                        shutil.rmtree(each, ignore_errors=True)
                     file.seek(0)
                     with reading(path, file) as archive:
                         _unpack_all(path, archive, folder / _FILES)

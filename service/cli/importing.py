@@ -42,7 +42,7 @@ def run(args: Namespace) -> int:
             _replace(path, folder)
         else:
             unpack(path, folder)
-    except SourceError as error:
+    except (SourceError, OSError) as error:
         sys.stderr.write(f"inferpool import: {on_one_line(str(error))}\n")
         return _FAILED
     sys.stdout.writelines(f"{on_one_line(line)}\n" for line in _report(facts, folder))
@@ -55,6 +55,8 @@ def _check_free(folder: Path, *, force: bool) -> None:
     Raises:
         FlagError: It is in use.
     """
+    if Path.cwd().is_relative_to(folder.resolve()):
+        raise FlagError(f"--output {folder}: name a folder below this one, which it makes")
     if not os.path.lexists(folder):
         return
     if folder.is_symlink() or not folder.is_dir():

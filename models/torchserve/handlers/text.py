@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from inferpool.models.errors import CheckpointError, SourceError
+from inferpool.models.errors import CheckpointError, InputError, SourceError
 from inferpool.models.files.checkpoint import first_line
 from inferpool.models.torchserve.handlers.base import BaseHandler
 from inferpool.models.torchserve.handlers.util import ENTITY, map_class_to_label
@@ -171,15 +171,22 @@ class NgramClassifier(TextHandler):
         """Return the numbers of the first text's words and pairs, [words], and its words.
 
         Raises:
-            KeyError: The vocabulary lacks a word.
+            InputError: It is no text, or the vocabulary lacks a word of it.
         """
         text = data[0].get("data") or data[0].get("body")
-        if isinstance(text, bytes | bytearray):
-            text = text.decode("utf-8")
+        try:
+            text = text.decode("utf-8") if isinstance(text, bytes | bytearray) else text
+        except UnicodeDecodeError as error:
+            raise InputError(f"the text is no UTF-8: {error}") from error
+        if not isinstance(text, str):
+            raise InputError(f"the input is a text, not {type(text).__name__}")
         text = self._expand_contractions(self._remove_html_tags(text).lower())
         text = self._remove_punctuation(self._remove_accented_characters(text))
         words = self._tokenize(text)
-        numbers = [self.source_vocab[each] for each in ngrams_iterator(words, self.ngrams)]
+        try:
+            numbers = [self.source_vocab[each] for each in ngrams_iterator(words, self.ngrams)]
+        except KeyError as error:
+            raise InputError(f"the vocabulary lacks {error}") from error
         return torch.as_tensor(numbers, device=self.device), words
 
     def inference(self, data: Any, *args: Any, **kwargs: Any) -> Any:

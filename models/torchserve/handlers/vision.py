@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torchvision import transforms  # type: ignore[import-untyped]  # it ships no annotations
 
+from inferpool.models.errors import InputError
 from inferpool.models.spec import MAX_IMAGE_PIXELS
 from inferpool.models.torchserve.handlers.base import BaseHandler, timed
 from inferpool.models.torchserve.handlers.util import map_class_to_label
 from inferpool.models.vision.images import check_size, decode_as_stored
 
 _SHORT_EDGE = 256
+_NUM_COLORS = 3
 _RESIZED = transforms.Compose(
     [
         transforms.Resize(_SHORT_EDGE),
@@ -45,19 +47,29 @@ class VisionHandler(BaseHandler):
         """Return a tensor of the whole batch on the device.
 
         Raises:
-            InputError: A picture is damaged, or too large.
+            InputError: A picture is damaged or too large, or is none.
         """
         rows = [row.get("data") or row.get("body") for row in data]
         return torch.stack([self._tensor_of(row) for row in rows]).to(self.device)
 
     def _tensor_of(self, image: Any) -> Any:
-        if isinstance(image, str):
-            image = base64.b64decode(image)
-        if not isinstance(image, bytes | bytearray):
-            return torch.tensor(image, dtype=torch.float32)
-        return self.image_processing(
-            decode_as_stored(image, max_pixels=self.max_image_pixels, check=self._check_stretch)
+        try:
+            if isinstance(image, str):
+                image = base64.b64decode(image)
+            elif not isinstance(image, bytes | bytearray):
+                return torch.tensor(image, dtype=torch.float32)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InputError(
+                f"a picture is a file's bytes, its base64, or lists of numbers: {error}"
+            ) from error
+        picture = decode_as_stored(
+            image, max_pixels=self.max_image_pixels, check=self._check_stretch
         )
+        if self.image_processing is _RESIZED and len(picture.getbands()) != _NUM_COLORS:
+            raise InputError(
+                f"the picture has the mode {picture.mode}, and this model needs RGB: convert it"
+            )
+        return self.image_processing(picture)
 
     def _check_stretch(self, size: tuple[int, int]) -> None:
         """Refuse a picture that becomes too large when its short edge is enlarged."""

@@ -76,5 +76,5 @@ def test_texts_of_a_batch_are_streamed_side_by_side():
 
     assert "".join(step[0] for step in steps) == "0 1 2 "
     assert "".join(step[1] for step in steps) == "10 11 12 "
-    with pytest.raises(ValueError, match="batch size is set to 2"):
+    with pytest.raises(ValueError, match="tokens of 2 texts"):
         streamer.put(torch.zeros(3, 1))

@@ -56,7 +56,7 @@ def test_times_of_torchserve_itself_are_left_out(metrics, caplog):
     metrics.add_time("HandlerTime", 3)
 
     assert not caplog.records
-    with pytest.raises(ValueError, match="should be one of"):
+    with pytest.raises(ValueError, match="Peeling: the unit of a time"):
         metrics.add_time("Peeling", 3, unit="kB")
 
 
@@ -67,5 +67,5 @@ def test_a_handler_that_logs_much_fills_no_log(metrics, caplog):
     assert len(caplog.records) == 100
     for number in range(999):
         metrics.add_counter(f"Apples {number}", 1)
-    with pytest.raises(ValueError, match="more than 1000 metrics"):
-        metrics.add_counter("Pears", 1)
+    metrics.add_counter("Pears", 1)
+    assert len(metrics.cache[MetricTypes.COUNTER]) == 1000

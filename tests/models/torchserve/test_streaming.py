@@ -97,6 +97,39 @@ def test_several_requests_are_answered_in_parts_by_one_call(tmp_path):
         assert loop.steps[0] == [(id, 0), (id, 1)]
 
 
+SWAPPER = """
+from ts.handler_utils.utils import send_intermediate_predict_response as send
+
+earlier = {}
+
+class Swapper:
+    def initialize(self, context):
+        self.context = context
+
+    def handle(self, data, context):
+        ids = context.request_ids
+        send(["to the last"], {0: ids[len(ids) - 1]}, "Intermediate", 200, context)
+        refused = False
+        if earlier:
+            try:
+                send(["late"], earlier, "Intermediate", 200, context)
+            except Exception:
+                refused = True
+        earlier.update(ids)
+        return [refused] * len(data)
+"""
+
+
+def test_a_part_goes_to_the_request_of_its_id_and_to_no_later_one(tmp_path):
+    make_folder(tmp_path / "swapper")
+    (tmp_path / "swapper" / "handler.py").write_text(SWAPPER)
+    with driven(model_of_archive(tmp_path / "swapper")) as loop:
+        found = loop.answer(loop.give("a", "b"))
+        assert [parts for parts, _ in found] == [[False], ["to the last", False]]
+        ((parts, _),) = loop.answer(loop.give("c"))
+        assert parts == ["to the last", True]
+
+
 def test_a_handler_that_raises_ends_the_stream_and_the_next_is_answered(tmp_path):
     with driven(sender(tmp_path / "sender")) as loop:
         ((parts, error),) = loop.answer(loop.give(asked(1, 3, **{"raise": 2})))

@@ -71,7 +71,10 @@ def test_what_a_killed_worker_leaves_is_unpacked_anew(root: Path, tmp_path: Path
     folder = holder.folder()
     (folder / "handler.py").write_text("changed")
     holder.kill()
+    draft = folder.with_name(".files.0123")  # of one that was killed while it unpacked
+    draft.mkdir()
     assert (unpacked(path) / "handler.py").read_text() != "changed"
+    assert not draft.exists()
 
 
 def test_a_folder_is_served_where_it_is(tmp_path: Path) -> None:

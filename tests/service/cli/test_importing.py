@@ -95,6 +95,8 @@ def test_a_folder_in_use_is_left_alone_and_force_replaces_an_import_alone(
         (("lost.mar", "--output", "out"), 1, "there is no file lost.mar"),
         (("folder", "--output", "out"), 2, "a folder already: inferpool serve folder"),
         (("toy.mar",), 2, "--output"),
+        (("toy.mar", "--output", "."), 2, "name a folder below this one"),
+        (("toy.mar", "--output", "out/..", "--force"), 2, "name a folder below this one"),
         (("toy.mar", "other.mar", "--output", "out"), 2, "what is 'other.mar'"),
     ],
 )

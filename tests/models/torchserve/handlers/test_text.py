@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from inferpool.models.errors import CheckpointError, SourceError
+from inferpool.models.errors import CheckpointError, InputError, SourceError
 from inferpool.models.torchserve.handlers.text import (
     TextClassifier,
     TextHandler,
@@ -109,9 +109,9 @@ def test_a_batch_is_answered_text_by_text(tmp_path: Path):
 
 def test_a_word_that_the_vocabulary_lacks_is_an_error(tmp_path: Path):
     ask = classifier_at(tmp_path, {"good": 1})
-    with pytest.raises(KeyError, match="unknown"):
+    with pytest.raises(InputError, match="unknown"):
         ask([{"data": b"unknown"}])
-    with pytest.raises(UnicodeDecodeError):
+    with pytest.raises(InputError, match="UTF-8"):
         ask([{"data": b"\xff"}])
 
 

@@ -24,6 +24,7 @@ from tests.models.torchserve.handlers.archives import (
     StillContext,
     answers_of,
     photos,
+    picture_of,
     write_archive,
 )
 
@@ -100,6 +101,12 @@ def test_a_file_that_no_picture_of_ours_is_runs_no_other_decoder(tmp_path: Path)
         handler.preprocess(
             [{"data": bytearray(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n")}]
         )
+
+
+@pytest.mark.parametrize("body", ["a", {"a": 1}, None, [[1, 2], [3]], picture_of("L"), [1e400, ""]])
+def test_an_input_that_is_no_picture_is_the_clients_fault(body: object):
+    with pytest.raises(InputError, match="picture"):
+        ImageClassifier().preprocess([{"body": body}])
 
 
 def test_a_picture_lies_as_it_is_stored():
