@@ -92,7 +92,7 @@ class Access:
             text = "a page in a browser may change nothing here"
             raise ManagementRefusedError(403, "ForbiddenException", text)
         is_near = self._is_local and not any(each in headers for each in _FORWARDED)
-        is_default = request.scope[CALL_KEY].path.endswith("/set-default")
+        is_default = request.scope[CALL_KEY].path.rstrip("/").endswith("/set-default")
         is_free = request.method not in ("POST", "DELETE") and (is_reading or not is_default)
         if is_near and is_free and _names_this_host(headers.get("host", "")):
             return
