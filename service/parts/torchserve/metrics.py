@@ -1,7 +1,8 @@
 """Shows counters of ours as TorchServe's metrics, by its names and in its form.
 
-Nothing is counted a second time. Gauges of TorchServe's are of its last batch; here they are means
-over the batches since the call before. Runs in the main process's event loop.
+Nothing is counted a second time. Gauges of TorchServe's last batch (QueueTime, HandlerTime,
+PredictionTime) are left out: they say nothing of the others, and the counters give means over any
+time. Runs in the main process's event loop.
 """
 
 import shutil
@@ -13,7 +14,6 @@ import psutil
 
 from inferpool.service.parts.torchserve.description import NamedModels
 from inferpool.service.service import Service
-from inferpool.service.telemetry.distribution import Distribution
 from inferpool.service.telemetry.metrics import ModelMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -28,9 +28,6 @@ _COUNTERS = {
 }
 """Counters of TorchServe's `ts/configs/metrics.yaml`, and their units."""
 _GAUGES = {
-    "QueueTime": "Milliseconds",
-    "HandlerTime": "ms",
-    "PredictionTime": "ms",
     "CPUUtilization": "Percent",
     "MemoryUsed": "Megabytes",
     "MemoryAvailable": "Megabytes",
@@ -52,23 +49,6 @@ class _Sample:
     value: float
 
 
-@dataclass(slots=True)
-class _Mean:
-    """The mean of what a distribution has counted since the call before."""
-
-    sum: float = 0.0
-    count: int = 0
-    value: float | None = None
-
-    def of(self, values: Distribution) -> float | None:
-        """Return it; that of before if nothing was counted since, None if nothing ever was."""
-        new = values.count - self.count
-        if new > 0:
-            self.value = (values.sum - self.sum) / new
-        self.sum, self.count = values.sum, values.count
-        return self.value
-
-
 class TorchServeMetrics:
     """Renders the metrics of a service."""
 
@@ -77,7 +57,6 @@ class TorchServeMetrics:
         self._service = service
         self._served = served
         self._host = socket.gethostname()
-        self._means: dict[tuple[str, str], _Mean] = {}
 
     async def render(self, names: Collection[str]) -> bytes:
         """Return the metrics with these names in Prometheus' text format; all if there are none."""
@@ -109,9 +88,7 @@ class TorchServeMetrics:
             yield self._host_sample(f"Requests{first}XX", num)
 
     def _of_models(self) -> Iterator[_Sample]:
-        waits = ModelMetrics("").queue_wait
         for name, found in self._totals().items():
-            waits += found.queue_wait
             labels = [("model_name", name), ("model_version", "default"), ("hostname", self._host)]
             for metric, value in (
                 ("ts_inference_requests_total", sum(found.requests.values())),
@@ -119,15 +96,6 @@ class TorchServeMetrics:
                 ("ts_queue_latency_microseconds", found.queue_wait.sum * 1e6),
             ):
                 yield _Sample(metric, labels, value)
-            computed = self._mean("batch", name).of(found.inference_duration)
-            prepared = self._mean("prepared", name).of(found.prepare_duration)
-            if computed is not None and prepared is not None:
-                own = [("ModelName", name), ("Level", "Model"), ("Hostname", self._host)]
-                for metric in ("HandlerTime", "PredictionTime"):
-                    yield _Sample(metric, own, (prepared + computed) * 1e3)
-        waited = self._mean("queue", "").of(waits)
-        if waited is not None:
-            yield self._host_sample("QueueTime", waited * 1e3)
 
     def _totals(self) -> Mapping[str, ModelMetrics]:
         """Return the counters of each model with all versions of its archive."""
@@ -161,9 +129,6 @@ class TorchServeMetrics:
                 used = gpu.memory_used_bytes
                 yield _Sample("GPUMemoryUsed", labels, used / _MIB)
                 yield _Sample("GPUMemoryUtilization", labels, 100 * used / gpu.memory_bytes)
-
-    def _mean(self, what: str, model: str) -> _Mean:
-        return self._means.setdefault((what, model), _Mean())
 
     def _host_sample(self, name: str, value: float) -> _Sample:
         return _Sample(name, [("Level", "Host"), ("Hostname", self._host)], value)
