@@ -150,6 +150,8 @@ def _own_settings(settings: Settings) -> Settings:
         "models": {name: settings.models[name]},
         "job_store": "none",  # jobs belong to the service with these settings, which may run
         "watch": None,
+        "torchserve": None,  # nor do its addresses
+        "sagemaker_models": None,
         "trace_endpoint": None,  # there are no calls
         "grpc_port": None,
         "cluster_port": None,  # this run computes here, with workers of its own

@@ -74,7 +74,10 @@ def numbers(tmp_path):
     """Return numbers one of which kills its worker."""
     table, settings, gate = (tmp_path / name for name in ("n.jsonl", "slow.toml", "gate"))
     gate.touch()
+    open_to_all = tmp_path / "config.properties"  # a service would not start with it
+    open_to_all.write_text("management_address=http://0.0.0.0:0\n")
     settings.write_text(
+        f'torchserve = "{open_to_all}"\n'
         '[models.slow]\nsource = "tests.fault_model:GatedModel"\nmax_batch_size = 4\n'
         "batch_timeout_s = 100\n"
         f'options = {{ gate = "{gate}" }}\n'
