@@ -28,6 +28,8 @@ def run(args: Namespace) -> int:
     if loaded.settings.cluster_port is not None:
         raise FlagError("tune measures on this machine alone: leave out cluster_port")
     names = list(loaded.settings.models)
+    if not names:
+        raise FlagError("there is no model to tune: name one")
     if len(names) > 1:
         raise FlagError(f"which of the models? inferpool tune {' | '.join(names)}")
     sys.stderr.writelines(f"inferpool tune: {each}\n" for each in loaded.warnings)

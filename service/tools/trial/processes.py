@@ -20,6 +20,8 @@ POLL_S = 0.05
 LINGER_S = 2.0
 """How long other processes may outlive the one that started them."""
 _TELEMETRY = "OTEL_"
+_PLATFORMS = ("AIP_", "SAGEMAKER_", "K_SERVICE", "DYNO", "CONTAINER_IMAGE")
+"""Variables that open a service to all, and close its health; see `settings/platforms.py`."""
 _NUM_TAIL_LINES = 15
 _TOLD_TO_PEOPLE = "inferpool.service.telemetry.console"
 """The logger that reports the end of each worker."""
@@ -116,7 +118,7 @@ async def num_left_over(family: Callable[[], Sequence[psutil.Process]], linger_s
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return this process's environment without settings: the file has those that matter."""
-    left_out = (PREFIX, _TELEMETRY)
+    left_out = (PREFIX, _TELEMETRY, *_PLATFORMS)
     kept = {name: value for name, value in environ.items() if not name.startswith(left_out)}
     root = Path(__file__).absolute().parents[4]  # where `inferpool` lies
     if root.name != "site-packages":  # a clone that is run where it lies

@@ -27,6 +27,8 @@ _LEFT_OUT = (
     "grpc_port",
     "log_format",
     "job_store",
+    "torchserve",  # its file names addresses; the models that it loads are settings too
+    "only_predictions",  # a trial asks for its health
     *(name for name in Settings.model_fields if name.startswith(("trace_", "cluster_", "standby"))),
 )
 
@@ -53,8 +55,6 @@ class TrialService(TrialProcess):
         self.key = predict_keys[0] if predict_keys else ""
         self.address: Address = (HOST, free_port())
         own: list[Row] = [
-            (("host",), HOST, "trial"),
-            (("port",), self.address[1], "trial"),
             (("log_format",), "json", "trial"),
         ]
         self._folder = tempfile.TemporaryDirectory(prefix="inferpool-trial-")
@@ -68,7 +68,8 @@ class TrialService(TrialProcess):
                 own.append(((f"{kind}_keys_file",), str(file), "trial"))
         self._rows = [*own, *rows]
         self._config = Path(self._folder.name, "inferpool.toml")
-        arguments = ["serve", "--config", str(self._config)]
+        host, port = self.address
+        arguments = ["serve", "--config", str(self._config), "--host", host, "--port", str(port)]
         super().__init__(arguments, Path(self._folder.name, "service.log"))
 
     def __enter__(self) -> "TrialService":

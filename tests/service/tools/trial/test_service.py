@@ -50,19 +50,27 @@ def test_a_service_on_trial_has_the_users_settings_and_leaves_no_traces(
         "XDG_STATE_HOME": str(tmp_path),
         "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1",
         "OTEL_EXPORTER_OTLP_HEADERS": "api-key=secret",
+        "K_SERVICE": "mine",
+        "PORT": "1",
+        "CONTAINER_IMAGE": "inferpool",
     }
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    (tmp_path / "inferpool.toml").write_text("port = 9\n[models.echo]\nreplicas = 1\n")
-    rows = rows_of(load({}, environ, tmp_path))
+    properties = tmp_path / "config.properties"
+    properties.write_text("inference_address=http://127.0.0.1:1\n")
+    text = f"port = 9\ntorchserve = '{properties}'\n[models.echo]\nreplicas = 1\n"
+    (tmp_path / "inferpool.toml").write_text(text)
+    loaded = load({}, environ, tmp_path)
+    assert (loaded.settings.only_predictions, loaded.settings.torchserve) == (True, str(properties))
+    rows = rows_of(loaded)
     assert (("models", "echo", "replicas"), 1) in [row[:2] for row in rows]
-    left_out = ("host", "port", "predict_keys", "trace_endpoint", "trace_headers")
+    left_out = ("host", "port", "predict_keys", "trace_endpoint", "trace_headers", "torchserve")
     assert not [key for key, _, _ in rows if key[0] in left_out]
     with TrialService(rows) as subject:
         asyncio.run(subject.until_ready(_TIMEOUT_S))
         given = psutil.Process(subject.pid).environ()
     assert not [name for name in given if name.startswith("OTEL_")]
-    assert [path.name for path in tmp_path.iterdir()] == ["inferpool.toml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.properties", "inferpool.toml"]
 
 
 def test_service_does_not_outlive_whoever_started_it_however_that_ends(tmp_path: Path):
