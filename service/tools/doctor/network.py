@@ -28,6 +28,7 @@ def check_address(
     try:
         with listen(settings.host, settings.port) as listener:
             address = str(listener.getsockname()[0])
+            further = [] if settings.torchserve is None else list(_check_further(settings))
     except StartError as failure:
         if _is_ours(settings, failure, answer_s):
             yield note(
@@ -39,8 +40,7 @@ def check_address(
         yield error("address", str(failure), "choose another address with --host or --port")
         return
     yield ok("address", f"{settings.host}:{settings.port} is free")
-    if settings.torchserve is not None:
-        yield from _check_further(settings)
+    yield from further
     if not (settings.predict_keys or ip_address(address.partition("%")[0]).is_loopback):
         yield warning(
             "API keys",
@@ -101,17 +101,16 @@ def _check_further(settings: Settings) -> Iterator[Finding]:
     assert settings.torchserve is not None
     from inferpool.service.settings.properties import address_of, read_properties
 
-    main = settings.host, settings.port
     for key in ("management_address", "metrics_address"):
         try:
-            address = address_of(read_properties(Path(settings.torchserve)), key)
-            shown = f"{address.host}:{address.port}"
-            if (address.host, address.port) != main:
+            properties = read_properties(Path(settings.torchserve))
+            address = address_of(properties, key)
+            if address != address_of(properties, "inference_address"):  # else it is that one
                 listen(address.host, address.port, key).close()
         except (StartError, SettingsError) as failure:
             yield error(key, str(failure), f"choose another one in {settings.torchserve}")
         else:
-            yield ok(key, f"{shown} is free")
+            yield ok(key, f"{address.host}:{address.port} is free")
 
 
 def _is_ours(settings: Settings, failure: StartError, answer_s: float) -> bool:
