@@ -166,6 +166,8 @@ class Management:
         except ServiceError:
             self._changes.begin_remove(beside, ephemeral=True)
             raise
+        with contextlib.suppress(ServiceError):  # it may be scaled meanwhile
+            await self._until_decided(wanted.name)
         self._changes.begin_remove(wanted.name, ephemeral=True)
         await self._until_decided(wanted.name)
 

@@ -548,3 +548,22 @@ async def test_versions_of_an_archive_are_one_model_to_clients(tmp_path, caplog)
             answer = await bench.ask("DELETE", f"/models/Toy/{label}", headers=KEY)
             assert answer == done('Model "Toy" unregistered')
         assert list(bench.service.pools) == ["m"]
+
+
+async def test_a_default_that_is_being_scaled_is_not_left_twice(tmp_path, caplog, monkeypatch):
+    async with serving(tmp_path, caplog) as bench:
+        for label in ("1.0", "2.0"):
+            make_mar(tmp_path / f"store/toy{label}.mar", name="toy", modelVersion=label)
+            path = f"/models?url=toy{label}.mar"
+            assert (await bench.ask("POST", path, headers=KEY))[0] == 200
+        changes = bench.assembly.changes
+        begin_swap = changes.begin_swap
+
+        def begin_both(name, request):
+            begin_swap(name, request)
+            begin_swap("toy-2.0", {**request, "source": str(tmp_path / "store/toy2.0.mar")})
+
+        monkeypatch.setattr(changes, "begin_swap", begin_both)
+        assert (await bench.ask("PUT", "/models/toy/2.0/set-default", headers=KEY))[0] == 200
+        _, found = await bench.ask("GET", "/models/toy/all")
+        assert [each["modelVersion"] for each in found] == ["2.0", "1.0"]
