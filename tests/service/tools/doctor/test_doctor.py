@@ -219,7 +219,9 @@ def test_further_addresses_of_torchserve_are_checked(tmp_path: Path):
         found = lines(network.check_address(settings, tmp_path / "none"))
     assert "ok management_address: 127.0.0.1:0 is free" in found
     assert f"error metrics_address: cannot listen on 127.0.0.1:{port}" in found
-    path.write_text(f"inference_address=http://127.0.0.1:1\nmetrics_address=http://127.0.0.1:{port}")
+    path.write_text(
+        f"inference_address=http://127.0.0.1:1\nmetrics_address=http://127.0.0.1:{port}"
+    )
     settings = settings_of(tmp_path, torchserve=str(path), port=port)  # as --port may have it
     found = lines(network.check_address(settings, tmp_path / "none"))
     assert f"error metrics_address: cannot listen on 127.0.0.1:{port}" in found

@@ -70,7 +70,10 @@ def test_a_service_on_trial_has_the_users_settings_and_leaves_no_traces(
         asyncio.run(subject.until_ready(_TIMEOUT_S))
         given = psutil.Process(subject.pid).environ()
     assert not [name for name in given if name.startswith("OTEL_")]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.properties", "inferpool.toml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "config.properties",
+        "inferpool.toml",
+    ]
 
 
 def test_service_does_not_outlive_whoever_started_it_however_that_ends(tmp_path: Path):
