@@ -119,7 +119,7 @@ SERVER_INPUTS: Mapping[str, Callable[[int, int], HostileInput]] = {
     "sagemaker": make_sagemaker_input,
     "vertex": make_vertex_input,
 }
-"""What makes the inputs of a protocol that settings turn on for the whole service."""
+"""The maker of inputs for a protocol that settings turn on for the whole service."""
 
 
 class ServerMaker(RequestMaker):
