@@ -16,7 +16,7 @@ from inferpool.service.api.errors import (
     kind_of,
     problem,
 )
-from inferpool.service.api.exchange import Call
+from inferpool.service.api.exchange import VERSION_HEADER, Call
 from inferpool.service.errors import (
     ConflictError,
     ModelFailedError,
@@ -79,7 +79,8 @@ def _about_model(error: UnknownModelError, call: Call, name: str) -> tuple[str, 
     if asked is None:
         return _TYPES[NotFoundError], NO_RESOURCE
     name = name or named_in(call) or ""
-    if error.is_version and asked.version:
-        said = f"Model version: {asked.version} does not exist for model: {name}"
+    if error.is_version:
+        version = asked.version or call.headers.get(VERSION_HEADER, b"").decode("latin-1")
+        said = f"Model version: {version} does not exist for model: {name}"
         return "ModelVersionNotFoundException", said
     return _TYPES[UnknownModelError], f"Model not found: {name}"

@@ -13,6 +13,8 @@ from inferpool.service.settings.paths import OF_PROTOCOLS, OWN_PATHS
 MAX_FIELDS = 256
 """The most fields of a query or a form."""
 _MODEL_NAME = b"model_name"
+_MAX_NAME_BYTES = 256
+"""The most of a model's name that is read; in a form it may be as long as the body."""
 
 
 class AskedPath(NamedTuple):
@@ -66,7 +68,7 @@ def named_in(call: Call) -> str | None:
 def name_among(fields: Sequence[tuple[bytes, bytes]]) -> str | None:
     """Return the name of a model that the fields of a query or form have; the first one counts."""
     name = dict(reversed(fields)).get(_MODEL_NAME)
-    return None if name is None else name.decode(errors="replace")
+    return None if name is None else name[:_MAX_NAME_BYTES].decode(errors="replace")
 
 
 def key_of(models: Mapping[str, ModelEntry], name: str, version: str = "") -> str:

@@ -302,6 +302,18 @@ def test_an_archive_answers_by_its_own_name_and_by_ours() -> None:
         )
 
 
+def test_our_header_may_ask_for_a_version_too() -> None:
+    old, new = archive(), archive(version="2.0")
+    predict = Predict({"fake": old, "fake/versions/2": new}, optional=OPTIONAL)
+    assert call(predict, "POST", PATH, headers={"x-model-version": "2"}).status_code == 200
+    assert (len(old.payloads), len(new.payloads)) == (0, 1)
+    assert error(call(predict, "POST", PATH, headers={"x-model-version": "9"})) == (
+        404,
+        "ModelVersionNotFoundException",
+        "Model version: 9 does not exist for model: fake",
+    )
+
+
 def test_calls_that_name_a_version_go_to_no_canary() -> None:
     old, new = archive(), archive(version="2.0")
     old.is_serving, new.version = False, 2
@@ -330,6 +342,8 @@ def test_invocations_must_name_one_of_several_models() -> None:
         ]
     found = call(predict, "POST", "/invocations", data={"model_name": "no"})
     assert error(found) == (404, "ModelNotFoundException", "Model not found: no")
+    found = call(predict, "POST", "/invocations", files={"model_name": b"n" * 100_000})
+    assert error(found) == (404, "ModelNotFoundException", f"Model not found: {'n' * 256}")
     assert not one.payloads
 
 
