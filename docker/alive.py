@@ -1,7 +1,8 @@
 """Ask the service in this container whether it is alive: exit status 0 if so, else 1.
 
 Run as `python -I -S alive.py [live|ready]`: that takes milliseconds, since engines run it often.
-The port is in INFERPOOL_PORT, or in the variable of a platform, as for the service itself.
+The port is in the flag --port of the container's command, in INFERPOOL_PORT, or in the variable of
+a platform, as for the service itself.
 
 An agent answers no calls. `alive.py joined PORT` looks whether it is connected to the cluster port
 of a front end, and `alive.py agent PORT` whether it has noticed each end of such a connection.
@@ -11,8 +12,12 @@ import os
 import socket
 import sys
 
-_PORTS = ("INFERPOOL_PORT", "AIP_HTTP_PORT", "SAGEMAKER_BIND_TO_PORT", "PORT")
+_COMMAND = "/proc/1/cmdline"
+"""The container's command, also below an init process."""
+_PORTS = ("INFERPOOL_PORT", "AIP_HTTP_PORT", "SAGEMAKER_BIND_TO_PORT")
 """Variables with the port, those that win first; see `service/settings/platforms.py`."""
+_PORT = 8000
+"""The port in this image, unless PORT says otherwise."""
 _SAGEMAKER_PORT = 8080
 """The port where SageMaker runs this container without a variable."""
 _CONNECTED, _CLOSED_BY_OTHER = 1, 8
@@ -41,15 +46,30 @@ def main() -> int:
 
 def _connected() -> socket.socket:
     """Connect to the service."""
-    given = (os.environ.get(name, "") for name in _PORTS)
     # Kubernetes gives a service called "inferpool" INFERPOOL_PORT=tcp://10.0.0.1:80.
-    port = next((int(text) for text in given if text.isdigit()), 8000)
+    given = [text for name in _PORTS if (text := os.environ.get(name, "")).isdigit()]
+    if texts := _in_command() or given[:1]:
+        ports = [int(texts[-1])]
+    else:
+        port = os.environ.get("PORT", "")
+        ports = [_SAGEMAKER_PORT, int(port) if port.isdigit() else _PORT]
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", ports.pop()), timeout=3)
+        except ConnectionRefusedError:
+            if not ports:
+                raise
+
+
+def _in_command() -> "list[str]":
+    """Return the ports in the flags of the container's command; the last one wins."""
     try:
-        return socket.create_connection(("127.0.0.1", port), timeout=3)
-    except ConnectionRefusedError:
-        if any(os.environ.get(name, "").isdigit() for name in _PORTS):
-            raise
-        return socket.create_connection(("127.0.0.1", _SAGEMAKER_PORT), timeout=3)
+        with open(_COMMAND) as file:
+            words = file.read().replace("--port=", "--port\0").split("\0")
+    except (OSError, ValueError):
+        return []
+    values = [words[place] for place in range(1, len(words)) if words[place - 1] == "--port"]
+    return [text for text in values if text.isdigit()]
 
 
 def _look_at_agent(what: str, port: int) -> int:

@@ -75,6 +75,19 @@ def test_it_finds_the_port_in_the_variable_of_a_platform(name):
     assert (asked, done.returncode) == (["GET /health/live"], 0)
 
 
+def test_a_flag_of_the_containers_command_wins_over_variables(tmp_path):
+    source = (ROOT / "docker" / "alive.py").read_text()
+    command, script = tmp_path / "cmdline", tmp_path / "alive.py"
+    script.write_text(source.replace("/proc/1/cmdline", str(command)))
+    for flag in ("--port\0{}", "--port=1\0--port={}", "--port\0{}\0--page"):
+        with answering("HTTP/1.1 200 OK") as (port, asked):
+            words = f"docker-init\0--\0inferpool\0serve\0{flag.format(port)}\0"
+            command.write_text(words)
+            variables = {"INFERPOOL_PORT": "1", "PORT": "1"}
+            done = subprocess.run([sys.executable, "-I", "-S", str(script)], env=variables)
+        assert (asked, done.returncode) == (["GET /health/live"], 0)
+
+
 def test_an_agent_has_joined_while_it_is_connected_and_hangs_if_it_misses_the_end():
     with socket.create_server(("127.0.0.1", 0)) as front_end:
         port = front_end.getsockname()[1]
