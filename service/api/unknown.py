@@ -7,7 +7,7 @@ from inferpool.service.errors import UnknownModelError
 def unknown_model(predict: Predict, call: Call) -> UnknownModelError:
     """Return the error for a call to a model or version that is not served."""
     names, path = ", ".join(predict.names) or "none", predict.name_in(call)
-    if path is None:
+    if not path:
         return UnknownModelError(f"no model is the default; name one in the path: {names}")
     if path.startswith("/"):
         return UnknownModelError(f"no model has the path {path[:80]!r} now; there are: {names}")

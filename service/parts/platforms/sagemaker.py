@@ -77,6 +77,8 @@ _ERROR_TYPES = {
     503: "ServiceUnavailableException",
     507: "InsufficientStorageException",
 }
+_MOST_SHOWN = 80
+"""Characters of a model's name in an error."""
 _NO_ROOM = 507
 """SageMaker unloads other models then, and tries again."""
 
@@ -86,15 +88,14 @@ class InvocationProtocol(CallProtocol):
 
     submits_in_turn = True
 
+    def has_path(self, path: str) -> bool:
+        """Return whether a path is one of SageMaker's, where a model is a single segment."""
+        return "/" not in path[len(_START) : -len(_END)]
+
     def name_in(self, call: Call) -> str:
         """Return the key in `Predict.models` that a call asks for."""
-        if call.path.startswith(_START):
-            return served_name(call.path[len(_START) : -len(_END)])
-        target = call.headers.get(_TARGET)
-        if target is None:
-            return DEFAULT_MODEL
-        name = target.decode("latin-1").strip().strip("/")
-        return served_name(name.removesuffix(".tar.gz"))
+        asked = _asked_by(call)
+        return DEFAULT_MODEL if asked is None else served_name(asked)
 
     def decode(
         self, exchange: Exchange, entry: ModelEntry, chunks: Sequence[Buffer]
@@ -214,12 +215,25 @@ def error_answer(error: ServiceError, call: Call) -> Answer:
     if isinstance(error, VersionRefusedError) and "free_bytes" in (error.figures or {}):
         status = _NO_ROOM
     kind = _ERROR_TYPES.get(status, _ERROR_TYPES[500 if status >= 500 else 400])
+    message = error.message
     if isinstance(error, UnknownModelError):
         kind = "ModelNotFoundException"
+        if (asked := _asked_by(call)) is not None:
+            message = message.replace(served_name(asked), asked[:_MOST_SHOWN])
     if isinstance(error, UnsupportedTypeError):
         kind = "UnsupportedMediaTypeException"
-    document = {"code": status, "type": kind, "message": error.message}
+    document = {"code": status, "type": kind, "message": message}
     return error_with(document, error, call, status)
+
+
+def _asked_by(call: Call) -> str | None:
+    """Return SageMaker's name of the model that a call asks for; None if it names none."""
+    if call.path.startswith(_START) and call.path.endswith(_END):
+        return call.path[len(_START) : -len(_END)]
+    target = call.headers.get(_TARGET)
+    if target is None:
+        return None
+    return target.decode("latin-1").strip().strip("/").removesuffix(".tar.gz")
 
 
 def _form_of(call: Call, entry: ModelEntry, default: _Form) -> str:

@@ -246,6 +246,8 @@ def test_the_model_is_named_by_a_header_or_the_path():
     for name in ("other", "Über", "../fake"):
         answer = ask(model, b"1", headers={"x-amzn-sagemaker-target-model": name.encode()})
         assert error_of(answer) == (404, "ModelNotFoundException")
+    assert "'../fake'" in answer.json()["message"]
+    assert ask(model, b"1", path="/models/a/b/invoke").status_code == 404
     assert served_name("fake") == "fake"
     assert served_name("A/b") != served_name("A/c")
 
