@@ -316,7 +316,8 @@ def store_of(properties: Properties, cwd: Path) -> Path:
             [f"{properties.path}: model_store is not set; load_models names archives in it"]
         )
     if not (cwd / text).is_dir():
-        raise SettingsError([f"{properties.place('model_store')}: there is no folder {text}"])
+        what = f"there is no folder {text} (looked for from {cwd})"
+        raise SettingsError([f"{properties.place('model_store')}: {what}"])
     return Path(text)
 
 

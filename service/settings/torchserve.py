@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from inferpool.service.settings.names import PREFIX
-from inferpool.service.settings.platforms import Found
+from inferpool.service.settings.platforms import Found, settings_of_platform
 
 
 def settings_of_torchserve(
@@ -13,11 +13,14 @@ def settings_of_torchserve(
     """Yield the settings of the file that the setting `torchserve` names."""
     variable = f"{PREFIX}TORCHSERVE"
     places = {"--torchserve": flags, variable: environ, "torchserve": file}
-    given = ((place, table.get(place.removeprefix("--"))) for place, table in places.items())
-    place, path = next(((place, path) for place, path in given if path), ("", None))
+    asked = ((place, table.get(place.removeprefix("--"))) for place, table in places.items())
+    place, path = next(((place, path) for place, path in asked if path), ("", None))
     if not isinstance(path, str):
         return
     from inferpool.service.settings.properties import settings_of
 
-    meaning = settings_of(Path(path), environ, file, cwd, place=place)
+    given = dict(file)  # holds against defaults of TorchServe's, and so does a platform's address
+    for found in settings_of_platform(flags, environ, file, cwd):
+        given |= {name: found[0][name] for name in ("host", "port") if name in found[0]}
+    meaning = settings_of(Path(path), environ, given, cwd, place=place)
     yield meaning.table, f"file {path}", meaning.warnings

@@ -178,6 +178,18 @@ def test_a_whole_file_is_read_as_settings(tmp_path: Path, store: Path) -> None:
     assert found.warnings == []
 
 
+def test_the_address_of_a_platform_holds_where_the_file_names_none(
+    tmp_path: Path, store: Path
+) -> None:
+    text = "model_store=store\n"
+    settings = loaded(tmp_path, text, {"PORT": "9", "K_SERVICE": "a"}).settings
+    assert (settings.host, settings.port) == ("0.0.0.0", 9)
+    assert loaded(tmp_path, text, {"PORT": "9"}).settings.host == "127.0.0.1"
+    text += "inference_address=http://127.0.0.1:8085\n"
+    settings = loaded(tmp_path, text, {"PORT": "9", "K_SERVICE": "a"}).settings
+    assert (settings.host, settings.port) == ("127.0.0.1", 8085)
+
+
 def test_our_variables_and_flags_win(tmp_path: Path, store: Path) -> None:
     make_mar(store / "a.mar", name="a")
     text = "model_store=store\nload_models=a.mar\n"
@@ -240,7 +252,10 @@ def test_without_load_models_nothing_is_loaded(tmp_path: Path) -> None:
     ("text", "why"),
     [
         ("load_models=a.mar", "model_store is not set"),
-        ("model_store=lost\nload_models=all", ":1: model_store: there is no folder lost"),
+        (
+            "model_store=lost\nload_models=all",
+            ":1: model_store: there is no folder lost .looked for from /",
+        ),
         ("model_store=store\nload_models=lost.mar", ":2: load_models: lost.mar .* no file"),
         ("model_store=store\nload_models=https://h/a.mar", "nothing is loaded from a URL"),
         ("model_store=store\nload_models=../a.mar", "without a path"),
