@@ -37,7 +37,10 @@ def try_or_ask(
     Returns:
         "try" with a command that works as it is, or "ask" with a sentence.
     """
-    url = f"{_from_here(url)}{pool.interface.path or f'{PREFIX}/{pool.name}'}"
+    own, archive = pool.interface.path or f"{PREFIX}/{pool.name}", pool.interface.archive
+    if archive is not None and settings.torchserve is not None:
+        own = f"/predictions/{archive.name}"
+    url = f"{_from_here(url)}{own}"
     kind, text = _command(url, pool, photo)
     if kind == "try":
         text += _key_arguments(settings) + _trust_arguments(settings, urlsplit(url).hostname or "")
@@ -56,6 +59,8 @@ def _command(url: str, pool: Pool, photo: Path) -> tuple[str, str]:
             "ask",
             f"POST to {url}; its example is too long for a line, and on the page",
         )
+    if pool.interface.archive is not None:
+        return "ask", f"POST to {url} what its handler reads"
     if pool.reads_own_form or not pool.inputs:
         return "ask", (
             f"POST to {url} what its `preprocess` reads; the model shows no `example` to try"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from inferpool.models.spec import USUAL_INTERFACE, Interface, TensorSpec
+from inferpool.models.spec import USUAL_INTERFACE, ArchiveFacts, Interface, TensorSpec
 from inferpool.service.api.openapi.predict import PIXEL
 from inferpool.service.example import try_or_ask
 from inferpool.service.settings.settings import Settings
@@ -16,6 +16,7 @@ from tests.certificates import make_authority, make_certificate, make_signed
 from tests.service.api.fakes import spec
 
 URL = "http://127.0.0.1:1"
+ARCHIVE = Interface(archive=ArchiveFacts(name="Iris", version="1.0", handler="h.py"))
 
 
 def pool_of(
@@ -106,6 +107,7 @@ def test_zeros_that_are_too_many_to_write_out_are_sent_as_bytes():
     [
         (told(), "what its `preprocess` reads; the model shows no `example`"),
         (told(spec(-1, 3), reads_own_form=True), "what its `preprocess` reads"),
+        (told(interface=ARCHIVE), "what its handler reads"),
         (told(spec()), "'x' (float32) as application/safetensors, or as JSON"),
         (told(spec(-1, 99), spec(-1, name="y")), "'x' (float32) and 'y' (float32) as "),
         (told(example="x" * 2000), "its example is too long for a line, and on the page"),
@@ -143,3 +145,9 @@ def test_a_model_is_asked_at_its_own_path_and_without_an_envelope_as_it_says():
     for example, data in (({"x": 1}, '{"x": 1}'), ({"b64": "AAAA"}, '"AAAA"'), (3, "3")):
         command = f"{asked} {shlex.quote(data)}"
         assert told(example=example, interface=interface) == ("try", command)
+
+
+def test_an_archive_is_asked_at_torchserves_path_where_that_is_served():
+    settings = Settings.model_construct(predict_keys=(), torchserve="config.properties")
+    _, text = try_or_ask(URL, pool_of(interface=ARCHIVE), settings)
+    assert text == f"POST to {URL}/predictions/Iris what its handler reads"
