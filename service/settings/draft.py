@@ -391,7 +391,8 @@ class Draft:
             raw = error.get("ctx", {}).get("error")
             right = with_ways(str(raw)) if raw else f"is not {expected(_field(key))}"
             value = self._values.get(key, error["input"])
-            yield f"{self._place(key)}: {shown(value)} {right}"
+            what = right if raw and value is True else f"{shown(value)} {right}"
+            yield f"{self._place(key)}: {what}"
 
     def _place(self, key: Key) -> str:
         place = place_of(key, self._places.get(key, "default"))

@@ -12,13 +12,12 @@ from inferpool.service.settings.loader import FILE_NAME, read_table
 from inferpool.service.settings.model_sources import slug
 from inferpool.service.settings.names import SettingsError
 
-_SUFFIXES = (*MODEL_FILE_SUFFIXES, ".mar")
 _MANIFEST = Path("MAR-INF", "MANIFEST.json")
 """A file in each archive of TorchServe's."""
 _MOST_SHOWN = 10
 _HOW = (
-    f"put there one of {', '.join(_SUFFIXES)}, the folder of a training run or of transformers, "
-    f"or an {FILE_NAME} that names the models"
+    f"put there one of {', '.join(MODEL_FILE_SUFFIXES)}, the folder of a training run or of "
+    f"transformers, or an {FILE_NAME} that names the models"
 )
 
 
@@ -96,7 +95,7 @@ def source_in(folder: Path, place: str) -> str:
 def _source_at(path: Path) -> str | None:
     """Return the source of the model that a path is; None if it is none."""
     if path.is_file():
-        return str(path) if path.name.endswith(_SUFFIXES) else None
+        return str(path) if path.name.endswith(MODEL_FILE_SUFFIXES) else None
     if (path / _MANIFEST).is_file():
         return f"torchserve:{path}"
     return str(path) if is_run(path) or is_served(path) else None

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from inferpool.models.attached import attached
-from inferpool.service.settings.names import PREFIX
+from inferpool.service.settings.names import PREFIX, SettingsError
 
 Found = tuple[Mapping[str, object], str] | tuple[Mapping[str, object], str, Sequence[str]]
 """A table of settings as in a file, its origin ("file PATH" or "environment VAR"), and warnings."""
@@ -24,6 +24,8 @@ _ACCEPT, _JSON = "SAGEMAKER_DEFAULT_INVOCATIONS_ACCEPT", "application/json"
 _SAGEMAKER_PORT, _SAGEMAKER_FOLDER = "8080", "/opt/ml"
 _SAGEMAKER_MIB = 25
 """The largest body of a call to an endpoint (AWS, "Amazon SageMaker AI endpoints and quotas")."""
+_MAX_MIB = 2**16
+"""The largest `max_body_bytes`."""
 _SAGEMAKER_INSTANCES = 10_000
 """Rows in one body: a batch transform sends up to 6 MB of them by default."""
 _SAGEMAKER_TIMEOUT_S = 60.0
@@ -69,10 +71,11 @@ def warnings_of_platform(origins: Mapping[str, str]) -> Sequence[str]:
     kind, _, name = origin.partition(" ")
     if kind not in ("environment", "argument") or name.startswith(PREFIX):
         return ()
+    address = "listens on every interface and " if origins.get("host") == origin else ""
     return (
-        f"{name}: a platform decides who reaches this service, so it listens on every interface "
-        "and serves predictions and probes alone: no page, /docs, /events, /metrics, /health and "
-        f"/admin, nor texts of exceptions; {PREFIX}ONLY_PREDICTIONS=false opens them",
+        f"{name}: a platform decides who reaches this service, so it {address}serves predictions "
+        "and probes alone: no page, /docs, /events, /metrics, /health and /admin, nor texts of "
+        f"exceptions; {PREFIX}ONLY_PREDICTIONS=false opens them",
     )
 
 
@@ -104,7 +107,9 @@ def _of_sagemaker(
     if most:
         place = "environment SAGEMAKER_MAX_PAYLOAD_IN_MB"
     mib = _number(most or str(_SAGEMAKER_MIB))
-    num_bytes = mib * 2**20 if isinstance(mib, int) else mib
+    if not isinstance(mib, int) or not 0 < mib <= _MAX_MIB:
+        raise SettingsError([f"{place.split()[1]}: {most!r} is no number from 1 to {_MAX_MIB}"])
+    num_bytes = mib * 2**20
     limits: dict[str, object] = {
         "max_body_bytes": num_bytes,
         "max_json_bytes": num_bytes,
