@@ -112,6 +112,7 @@ def run(args: Namespace) -> int:
     loaded = load(settings_in(args), os.environ, Path.cwd())
     write = {"table": loader.write_table, "toml": loader.write_toml, "json": loader.write_json}
     write[args.format](loaded.rows(), sys.stdout)
+    sys.stderr.writelines(f"inferpool config: {each}\n" for each in loaded.warnings)
     return 0
 
 

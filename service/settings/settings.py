@@ -157,7 +157,7 @@ class Settings(SettingsTable):
     tei: bool = False
     """Serve the paths of Text Embeddings Inference too: /embed, /rerank, /predict with `inputs` and
     the others for the default model, and all of them for any model below /tei/NAME."""
-    torchserve: Text | None = None
+    torchserve: Text | None = Field(None, min_length=1)
     """Serve as TorchServe does by this `config.properties`: its archives, paths and addresses."""
     sagemaker: Annotated[bool, AfterValidator(_check_sagemaker)] = False
     """Serve the paths of a container of Amazon SageMaker too: /ping and /invocations."""

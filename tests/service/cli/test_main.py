@@ -58,6 +58,10 @@ def test_config_shows_every_setting_with_its_origin(command, tmp_path, monkeypat
     (tmp_path / "inferpool.toml").write_text('[models.a]\nsource = "echo"\noptions = {n = 1}\n')
     table = json.loads(command("config", "--json").stdout)
     assert table["models.a.options.n"] == {"value": 1, "origin": "file inferpool.toml"}
+    (tmp_path / "config.properties").write_text("job_queue_sise=3\n")
+    done = command("config", "--torchserve", "config.properties")
+    assert "did you mean job_queue_size?" in done.stderr
+    assert command("config", "--torchserve", "").returncode == 2
     table = tomllib.loads(command("config", "--format", "toml").stdout)
     assert table["models"]["a"]["options"] == {"n": 1}
 
