@@ -5,7 +5,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from inferpool.service.checks.findings import Finding, grouped
+from inferpool.service.checks.findings import Finding, grouped, note
 from inferpool.service.cli.flags import settings_in
 from inferpool.service.client.cli.access import key_of, tls_context, url_of
 from inferpool.service.client.cli.flags import ADMIN_KEY_VARIABLE, METRICS_KEY_VARIABLE
@@ -44,7 +44,8 @@ def _of_machine(args: Namespace) -> list[Finding]:
 
             race = PlacementRace(loaded, screen)
         host = find_host(settings.cuda_visible_devices, settings.cuda_device_order)
-        found = diagnose(settings, host, loaded.origins, race)
+        found = [note("settings", each) for each in loaded.warnings]
+        found += diagnose(settings, host, loaded.origins, race)
         return grouped(found, settings.models)
 
 

@@ -13,7 +13,7 @@ from inferpool.service.checks.facts import Facts
 from inferpool.service.checks.findings import Finding, error, note, ok, warning
 from inferpool.service.errors import StartError
 from inferpool.service.settings.names import SettingsError
-from inferpool.service.settings.settings import Settings
+from inferpool.service.settings.settings import Settings, is_loopback
 from inferpool.service.settings.tls import TlsError, expiry_warning, server_context
 
 _MIN_BACKLOG = 1024
@@ -28,7 +28,7 @@ def check_address(
     try:
         with listen(settings.host, settings.port) as listener:
             address = str(listener.getsockname()[0])
-            further = [] if settings.torchserve is None else list(_check_further(settings))
+            further = list(_check_further(settings))
     except StartError as failure:
         if _is_ours(settings, failure, answer_s):
             yield note(
@@ -98,19 +98,32 @@ def check_settings_file(origins: Mapping[str, str]) -> Iterator[Finding]:
 
 def _check_further(settings: Settings) -> Iterator[Finding]:
     """Check that the service can listen on TorchServe's addresses besides that of predictions."""
-    assert settings.torchserve is not None
+    if settings.torchserve is None or settings.only_predictions:
+        return
     from inferpool.service.settings.properties import address_of, read_properties
 
-    for key in ("management_address", "metrics_address"):
+    keys = {
+        "management_address": ("ADMIN", settings.admin_keys),
+        "metrics_address": ("METRICS", settings.metrics_keys or settings.predict_keys),
+    }
+    for name, (kind, known) in keys.items():
         try:
             properties = read_properties(Path(settings.torchserve))
-            address = address_of(properties, key)
-            if address != address_of(properties, "inference_address"):  # else it is that one
-                listen(address.host, address.port, key).close()
+            address = address_of(properties, name)
+            if kind == "METRICS" and not properties.is_true("enable_metrics_api", default=True):
+                continue
+            is_main = address == address_of(properties, "inference_address")
+            host = settings.host if is_main else address.host
+            if not is_main:
+                listen(address.host, address.port, name).close()
         except (StartError, SettingsError) as failure:
-            yield error(key, str(failure), f"choose another one in {settings.torchserve}")
+            yield error(name, str(failure), f"choose another one in {settings.torchserve}")
+            continue
+        if known or is_loopback(host):
+            yield ok(name, f"{address.host}:{address.port} is free")
         else:
-            yield ok(key, f"{address.host}:{address.port} is free")
+            text = f"other hosts could reach {host}, and no key would be needed there"
+            yield error(name, text, f"set INFERPOOL_{kind}_KEYS, or listen on 127.0.0.1")
 
 
 def _is_ours(settings: Settings, failure: StartError, answer_s: float) -> bool:

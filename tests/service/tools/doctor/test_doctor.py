@@ -225,6 +225,10 @@ def test_further_addresses_of_torchserve_are_checked(tmp_path: Path):
     settings = settings_of(tmp_path, torchserve=str(path), port=port)  # as --port may have it
     found = lines(network.check_address(settings, tmp_path / "none"))
     assert f"error metrics_address: cannot listen on 127.0.0.1:{port}" in found
+    path.write_text("management_address=http://0.0.0.0:0\nenable_metrics_api=false\n")
+    found = lines(network.check_address(settings, tmp_path / "none"))
+    assert "error management_address: other hosts could reach 0.0.0.0, and no key" in found
+    assert "metrics_address" not in found
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
