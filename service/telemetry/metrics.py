@@ -267,6 +267,8 @@ class Metrics(Collector):
         """
         self.unknown_model = ModelMetrics(NO_MODEL)
         """Only its `requests` are shown."""
+        self.removed = ModelMetrics(NO_MODEL)
+        """Its `requests` are those of models that were removed; they are not shown alone."""
         self._models: dict[str, ModelMetrics] = {}
         """Counts of each model as a whole, and of its versions that are gone."""
         self._parts: dict[str, list[ModelMetrics]] = {}
@@ -288,6 +290,8 @@ class Metrics(Collector):
 
     def remove(self, name: str) -> None:
         """Show the metrics of a model no longer."""
+        for status, count in self.total(name).requests.items():
+            self.removed.requests[status] += count
         del self._models[name], self._parts[name]
 
     def model(self, name: str) -> ModelMetrics:

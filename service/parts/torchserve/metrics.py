@@ -81,7 +81,7 @@ class TorchServeMetrics:
         for first in (2, 4, 5):
             num = sum(
                 count
-                for model in (*all_models, metrics.unknown_model)
+                for model in (*all_models, metrics.unknown_model, metrics.removed)
                 for status, count in model.requests.items()
                 if status // 100 == first
             )

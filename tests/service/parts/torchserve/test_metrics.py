@@ -85,3 +85,6 @@ async def test_versions_of_an_archive_are_counted_together(tmp_path, caplog):
         assert values_in(text)["ts_inference_requests_total", "toy"] == 3
         lines = [line for line in text.splitlines() if line.startswith("ts_inference_requests")]
         assert len(lines) == 2  # of m, and of toy
+        assert (await bench.ask("DELETE", "/models/toy/2.0", headers=KEY))[0] == 200
+        text = (await bench.metrics.get("/metrics")).text
+        assert values_in(text)["Requests2XX", ""] == 3  # a counter never sinks
