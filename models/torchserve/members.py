@@ -162,7 +162,6 @@ class _Names:
         self._kinds: dict[str, bool] = {}
         """True for a folder; by the name as file systems that ignore case have it."""
         self._given: set[str] = set()
-        self._num_members = 0
         self._num_bytes = 0
 
     def check(self, name: str, num_bytes: int, *, is_folder: bool) -> None:
@@ -171,9 +170,6 @@ class _Names:
         Raises:
             SourceError: It is refused, and the archive with it.
         """
-        self._num_members += 1
-        if self._num_members > MAX_FILES:
-            raise SourceError(f"{self._path} has more than {MAX_FILES:,} members: it is refused")
         if fault := fault_of_name(name):
             raise self.refusal(name, f"its name {fault}")
         if num_bytes < 0:
@@ -195,6 +191,10 @@ class _Names:
         while above := above.rpartition("/")[0]:
             if not self._kinds.setdefault(above, True):
                 raise self.refusal(name, "it lies below a file")
+        if len(self._kinds) > MAX_FILES:  # a name may have folders that no member is
+            raise SourceError(
+                f"{self._path} has more than {MAX_FILES:,} files and folders: it is refused"
+            )
 
     def refusal(self, name: str, why: str) -> SourceError:
         """Return the error about a member."""
