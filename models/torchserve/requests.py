@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 MAX_PARTS = 1024
 MAX_HEADERS = 64
 MAX_HEADER_CHARS = 16 * 1024
-"""Limits of what a call may say about itself: the front end has the same."""
+"""Limits of what a call may say about itself; those of the front end are no larger."""
 _BODY = "body"
 """Name of the only part of a request that is no form (`HttpRequestHandler.java`)."""
 

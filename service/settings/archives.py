@@ -10,6 +10,8 @@ from inferpool.models.files.kinds import ARCHIVE_MANIFEST, archive_of
 from inferpool.models.torchserve.archive import Archived, read_facts
 
 _MAX_TAR_BYTES = 64 << 20
+_ONE_BY_ONE = ("object_detector",)
+"""Built-in handlers that keep the size of a picture, so that few pictures fit into one batch."""
 
 
 def settings_of_archive(
@@ -32,7 +34,7 @@ def settings_of_archive(
     found: dict[str, object] = {}
     if size := numbers.get("batchSize"):
         found["max_batch_size"] = size
-    elif facts.model.handler_file is not None:
+    elif facts.model.handler_file is not None or facts.model.handler in _ONE_BY_ONE:
         found["max_batch_size"] = 1
     if delay := numbers.get("maxBatchDelay"):
         found["batch_wait_ms"] = float(delay)

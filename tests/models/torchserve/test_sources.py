@@ -71,6 +71,8 @@ def test_a_handler_of_its_own_gets_one_input_at_a_time_and_a_built_in_one_batche
     assert ModelSettings(source="folder").max_batch_size == 1
     make_mar(here / "built.mar", handler="image_classifier")
     assert ModelSettings(source="built.mar").max_batch_size == "auto"
+    make_mar(here / "boxes.mar", handler="object_detector")
+    assert ModelSettings(source="boxes.mar").max_batch_size == 1
 
 
 @pytest.mark.parametrize(
