@@ -82,12 +82,11 @@ def import_class(class_name: str, module_prefix: str | None = None) -> type:
     return found
 
 
-def streams(folder: Path) -> bool:
-    """Return whether a Python file of an archive names the function that sends parts."""
+def names_any(folder: Path, words: Sequence[bytes]) -> bool:
+    """Return whether a Python file of an archive has one of some words in it."""
     return any(
-        b"send_intermediate_predict_response" in each.read_bytes()
-        for each in sorted(folder.rglob("*.py"))
-        if each.is_file()
+        any(word in content for word in words)
+        for content in (each.read_bytes() for each in folder.rglob("*.py") if each.is_file())
     )
 
 

@@ -40,13 +40,6 @@ class MetricTypes(enum.Enum):
     HISTOGRAM = "histogram"
 
 
-class Units:
-    """Names of units."""
-
-    def __init__(self) -> None:
-        self.units = dict(_UNITS)
-
-
 class Dimension:
     """A dimension of a metric, with its value."""
 
@@ -57,10 +50,6 @@ class Dimension:
     def __str__(self) -> str:
         """Show it as in the log."""
         return f"{self.name}:{self.value}"
-
-    def to_dict(self) -> dict[str, object]:
-        """Return it as TorchServe writes it as JSON."""
-        return {"Name": self.name, "Value": self.value}
 
 
 class CachingMetric:
@@ -118,10 +107,6 @@ class HandlerMetrics:
         self.model_name = model_name
         self.request_ids: Mapping[int, str] | str | None = None
         self.cache: dict[MetricTypes, dict[str, CachingMetric]] = {}
-
-    def set_request_ids(self, request_ids: Mapping[int, str] | str) -> None:
-        """Store the ids of the requests of a batch."""
-        self.request_ids = request_ids
 
     def add_metric_to_cache(
         self,

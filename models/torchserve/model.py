@@ -7,7 +7,7 @@ from msgspec import structs
 
 from inferpool.models.base import Model
 from inferpool.models.torchserve.archive import read_facts
-from inferpool.models.torchserve.loading import streams
+from inferpool.models.torchserve.loading import names_any
 from inferpool.models.torchserve.running import ArchiveModel
 from inferpool.models.torchserve.streaming import StreamingArchive
 from inferpool.models.torchserve.unpacking import unpacked
@@ -38,7 +38,7 @@ def model_of_archive(
         facts = replace(facts, model=structs.replace(facts.model, model_name=name))
     folder = unpacked(Path(path))
     if streaming is None:
-        streaming = streams(folder)
+        streaming = names_any(folder, [b"send_intermediate_predict_response"])
     if not streaming:
         return ArchiveModel(facts, folder, envelope=envelope)
     return StreamingArchive(facts, folder, envelope=envelope)

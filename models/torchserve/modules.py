@@ -48,7 +48,6 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
     "ts.metrics.metric_cache_yaml_impl": _CACHE,
     "ts.metrics.dimension": {"Dimension": f"{_METRICS}:Dimension"},
     "ts.metrics.metric_type_enum": {"MetricTypes": f"{_METRICS}:MetricTypes"},
-    "ts.metrics.unit": {"Units": f"{_METRICS}:Units"},
     "ts.torch_handler.request_envelope.base": {"BaseEnvelope": f"{_ENVELOPES}:BaseEnvelope"},
     "ts.torch_handler.request_envelope.body": {"BodyEnvelope": f"{_ENVELOPES}:BodyEnvelope"},
     "ts.torch_handler.request_envelope.json": {"JSONEnvelope": f"{_ENVELOPES}:JSONEnvelope"},

@@ -128,11 +128,10 @@ class ArchiveModel(Model):
         name = context.model_name
         if not isinstance(returned, list):
             kind = type(returned).__name__
-            raise BadReturnError(f"model: {name}, Invalid return type: {kind}; it must be a list")
+            raise BadReturnError(f"{name}: the handler returned {kind}, not a list")
         if len(returned) != len(requests):
             raise BadReturnError(
-                f"model: {name}, number of batch response mismatched, expect: {len(requests)}, "
-                f"got: {len(returned)}."
+                f"{name}: the handler returned {len(returned)} answers to {len(requests)} requests"
             )
         found = [context.answer(place, value, more=more) for place, value in enumerate(returned)]
         for request, answer in zip(requests, found, strict=True):

@@ -2,7 +2,8 @@
 
 A handler sends parts from within its call, while a model yields them: so the call runs in a thread
 of its own, one call after the other, and its parts come over a queue of few places. If nobody reads
-them any more, the next part that it sends ends the call.
+them any more, the next part that it sends ends the call. But a handler with threads of its own runs
+to its end, as in TorchServe: what they still make would reach the next call, and another client.
 """
 
 import contextvars
@@ -19,6 +20,7 @@ from inferpool.models.spec import Placement
 from inferpool.models.torchserve.answers import HandlerAnswer
 from inferpool.models.torchserve.archive import Archived
 from inferpool.models.torchserve.context import STREAM_NEXT
+from inferpool.models.torchserve.loading import names_any
 from inferpool.models.torchserve.requests import HandlerRequest
 from inferpool.models.torchserve.running import REQUESTS, ArchiveModel, shown
 
@@ -26,6 +28,8 @@ _MAX_STEPS = 16
 """Steps that a handler may be ahead of those who read them."""
 _LOOK_S = 0.5
 """Seconds between looks whether anybody still reads."""
+_THREADS = (b"hread", b"concurrent.futures", b"multiprocessing")
+"""Words in the code of handlers that have threads or processes of their own."""
 _Step = Mapping[int, HandlerAnswer]
 
 
@@ -40,6 +44,7 @@ class StreamingArchive(ArchiveModel):
         """Store what an `ArchiveModel` stores."""
         super().__init__(facts, folder, envelope=envelope)
         self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._runs_to_end = names_any(folder, _THREADS)
 
     def load(self, placement: Placement) -> None:
         """Load the handler, and start the thread that calls it."""
@@ -95,7 +100,8 @@ class StreamingArchive(ArchiveModel):
                     raise BadReturnError(f"a handler sends to the request {id!r}, which has ended")
                 context.set_response_header(place, STREAM_NEXT, "true")
                 step[place] = context.answer(place, returned[key], more=True)
-            call.put(step)
+            with suppress(*([NobodyReadsError] if self._runs_to_end else [])):
+                call.put(step)
 
         context.send_parts = send
         try:

@@ -13,7 +13,7 @@ def metrics(caplog, monkeypatch):
     monkeypatch.setattr(module, "_window", module._Window())
     caplog.set_level(logging.INFO)
     found = HandlerMetrics("fruit")
-    found.set_request_ids({0: "r0", 1: "r1"})
+    found.request_ids = {0: "r0", 1: "r1"}
     return found
 
 

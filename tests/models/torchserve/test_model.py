@@ -193,7 +193,7 @@ def handle(data, context):
 def test_the_wrong_number_of_answers_is_an_error_that_says_both(tmp_path):
     model = model_of(tmp_path / "one", "def handle(data, context):\n    return ['only']\n")
 
-    with pytest.raises(BadReturnError, match="mismatched, expect: 2, got: 1"):
+    with pytest.raises(BadReturnError, match="returned 1 answers to 2 requests"):
         answers(model, [bytes_item(b""), bytes_item(b"")])
 
 

@@ -150,6 +150,39 @@ def test_a_call_that_nobody_reads_ends_with_its_next_part(tmp_path):
     assert int(ended.read_text()) >= 0
 
 
+THREADED = """
+import queue, threading
+from ts.handler_utils.utils import send_intermediate_predict_response as send
+
+class Threaded:
+    def initialize(self, context):
+        self.texts = queue.Queue()
+
+    def handle(self, data, context):
+        def generate(id):
+            for number in range(100):
+                self.texts.put(f"{id}.{number}")
+            self.texts.put(None)
+
+        threading.Thread(target=generate, args=(data[0]["body"],)).start()
+        while (text := self.texts.get()) is not None:
+            send([text], context.request_ids, "Intermediate", 200, context)
+        return ["end"]
+"""
+
+
+def test_what_a_thread_makes_for_a_call_that_nobody_reads_reaches_no_other(tmp_path):
+    make_folder(tmp_path / "threaded")
+    (tmp_path / "threaded" / "handler.py").write_text(THREADED)
+    with driven(model_of_archive(tmp_path / "threaded")) as loop:
+        id = loop.give("a")
+        loop.until(lambda: loop.parts[id, 0])
+        loop.drop(id, 0)
+        ((parts, error),) = loop.answer(loop.give("b"))
+
+    assert (parts, error) == ([*(f"b.{number}" for number in range(100)), "end"], "")
+
+
 def test_a_handler_of_an_archive_that_does_not_stream_is_told_so(tmp_path):
     make_folder(tmp_path / "sender")
     (tmp_path / "sender" / "handler.py").write_text(SENDER)
