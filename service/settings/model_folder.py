@@ -84,12 +84,8 @@ def source_in(folder: Path, place: str) -> str:
         )
     code = " (inference.py is for SageMaker's toolkits, and is not run here)"
     hint = code if (folder / "code").is_dir() or "inference.py" in names else ""
-    raise SettingsError(
-        [
-            f"{place}: {folder} has no model that is served: {_listed(names) or 'nothing'}{hint}; "
-            f"{_HOW}"
-        ]
-    )
+    what = f"has no model that is served: {_listed(names)}" if names else "is empty"
+    raise SettingsError([f"{place}: {folder} {what}{hint}; {_HOW}"])
 
 
 def _source_at(path: Path) -> str | None:

@@ -103,6 +103,8 @@ def _of_sagemaker(
         or file.get("sagemaker") is True
     ):
         return
+    else:
+        origin = "setting sagemaker"
     most, place = environ.get("SAGEMAKER_MAX_PAYLOAD_IN_MB"), origin
     if most:
         place = "environment SAGEMAKER_MAX_PAYLOAD_IN_MB"
@@ -123,7 +125,8 @@ def _of_sagemaker(
     if is_multi:
         yield {"sagemaker_models": str(folder)}, "environment SAGEMAKER_MULTI_MODEL"
     elif not has_models and folder.is_dir():
-        yield attached("model of a folder")(folder, str(folder)), f"folder {folder}"
+        found = attached("model of a folder")(folder, origin.partition(" ")[2])
+        yield found, f"folder {folder}"
 
 
 def _of_vertex(environ: Mapping[str, str], *, has_models: bool) -> Iterator[Found]:

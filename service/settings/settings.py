@@ -75,7 +75,8 @@ def _beside(other: str) -> Callable[[str | None, ValidationInfo], str | None]:
 
 def _check_sagemaker(is_on: bool, info: ValidationInfo) -> bool:
     if is_on and info.data.get("torchserve") is not None:
-        raise ValueError("gives /ping and /models another meaning than torchserve: leave one out")
+        text = "gives /ping and /models another meaning than torchserve: leave one out"
+        raise ValueError(f"{text}, or set sagemaker to false")
     return is_on
 
 

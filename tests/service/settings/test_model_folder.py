@@ -35,7 +35,7 @@ def test_a_folder_of_transformers_or_an_archive_is_a_model_itself_or_below(tmp_p
 
 
 def test_several_models_and_none_are_errors_that_list_what_was_found(tmp_path):
-    assert problem(tmp_path).startswith(f"PLACE: {tmp_path} has no model that is served: nothing;")
+    assert problem(tmp_path).startswith(f"PLACE: {tmp_path} is empty; put there one of .pt2,")
     (tmp_path / "code").mkdir()
     (tmp_path / "model.joblib").write_bytes(b"")
     text = problem(tmp_path)

@@ -119,6 +119,15 @@ def test_the_image_serves_as_sagemaker_asks_where_there_is_its_folder(tmp_path):
     assert not loaded(tmp_path, **base).settings.sagemaker
 
 
+def test_an_empty_folder_of_sagemakers_is_told_with_what_reads_it(tmp_path):
+    (tmp_path / "model").mkdir()
+    base = {"SAGEMAKER_BASE_DIR": str(tmp_path)}
+    bound = {"SAGEMAKER_BIND_TO_PORT": "1"}
+    for name, variables in (("serve", IMAGE), ("SAGEMAKER_BIND_TO_PORT", bound)):
+        text = problems(tmp_path, **base, **variables)
+        assert text.startswith(f"{name}: {tmp_path}/model is empty; put there")
+
+
 def test_sagemakers_bodies_may_be_as_long_as_it_allows(tmp_path):
     settings = loaded(tmp_path, SAGEMAKER_BIND_TO_PORT="1").settings
     assert settings.max_body_bytes == settings.max_json_bytes == 25 * 2**20
@@ -141,7 +150,9 @@ def test_a_default_for_accept_that_is_not_used_is_told(tmp_path):
 
 
 def test_the_setting_alone_changes_neither_address_nor_what_is_open(tmp_path):
-    settings = loaded(tmp_path, INFERPOOL_SAGEMAKER="true").settings
+    found = loaded(tmp_path, INFERPOOL_SAGEMAKER="true")
+    settings = found.settings
+    assert found.origins["max_body_bytes"] == "setting sagemaker"
     assert (settings.host, settings.port) == ("127.0.0.1", 8000)
     assert (settings.only_predictions, settings.max_body_bytes) == (False, 25 * 2**20)
 
