@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import time
 from typing import Any
 
 import httpx
@@ -99,6 +100,11 @@ def test_a_model_of_documents_gets_the_body_as_it_stands():
         (b'"a ""b"", c",2\n"3",4', [b'["a \\"b\\", c",2]', b"[3,4]"]),
         (b'"a\nb"\n5', [b'"a\\nb"', b"[5]"]),
         (b"some text\n", [b'"some text"']),
+        (
+            b"1,,,2,\n,,\n,-1\n1e9,2",
+            [b"[1,null,null,2,null]", b"[null,null,null]", b"[null,-1]", b"[1e9,2]"],
+        ),
+        (b"01,1e999\n1 2,-\ntrue,[1]", [b'[1,"1e999"]', b'["1 2","-"]', b'["true","[1]"]']),
         (b"nan,1_0,inf", [b'["nan","1_0","inf"]']),
         ("é,1".encode(), ['["é",1]'.encode()]),
     ],
@@ -218,12 +224,34 @@ def test_bad_bodies_are_refused_in_the_form_of_multi_model_server(body, media_ty
     assert not model.payloads
 
 
-@pytest.mark.parametrize("cells", [b"+a,", b'"a",'])
-def test_values_that_are_slow_to_read_are_bounded(cells):
-    body = cells * (1 << 20) + b"a\n" + cells * (1 + (1 << 20))
-    answer = ask(FakeModel(), body, CSV, max_json_bytes=1 << 24, max_body_bytes=1 << 24)
+@pytest.mark.parametrize(
+    ("body", "media_type", "said"),
+    [
+        (b"+a," * (1 << 15) + b"a\n" + b"+a," * (1 << 15) + b"a", CSV, "65536 values"),
+        (b'"a",' * (1 << 16), CSV, "65536 values"),
+        (b"1e5," * (1 << 20) + b"1e5,", CSV, "65536 values"),
+        (b"," * (1 << 22), CSV, "65536 values"),
+        (b"x" * (1 << 21) + b"\nx" + b"x" * (1 << 21), CSV, "4194304 bytes"),
+        (b'"' + b"x" * (1 << 22) + b'"', CSV, "4194304 bytes"),
+        (b"1" + b"\n" * 270_000 + b"1", CSV, "270000 lines"),
+        (b'"1"' + b"\r" * 270_000 + b"1", CSV, "270000 lines"),
+        (b"1" + b"\n" * 270_000 + b"1", LINES, "270000 lines"),
+    ],
+)
+def test_what_is_slow_to_read_is_bounded(body, media_type, said):
+    answer = ask(FakeModel(), body, media_type, max_json_bytes=1 << 24, max_body_bytes=1 << 24)
     assert error_of(answer)[0] == 413
-    assert "2097152 values" in answer.json()["message"]
+    assert said in answer.json()["message"]
+
+
+def test_a_row_of_two_million_numbers_is_read_without_reading_each():
+    row = b"1," * 2_000_000 + b"1"
+    began = time.thread_time()
+    assert bodies_for(row, CSV) == [("json", b"[%b]" % row)]
+    took_s = time.thread_time() - began
+    began = time.thread_time()
+    json.loads(b"[%b]" % row)
+    assert took_s < time.thread_time() - began
 
 
 def test_one_instance_that_fails_fails_the_call_with_its_place():
