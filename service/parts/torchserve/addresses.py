@@ -40,7 +40,9 @@ _MAX_BYTES = 1 << 20
 """Bytes of unfinished requests, and of unread answers, of all of them."""
 _METHODS = ["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"]
 _REFUSALS_PER_S = 5
-_FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
+_FORWARDED = (
+    "forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip"
+)  # fmt: skip
 """Headers of proxies: the client is on another host than its connection says."""
 
 Answerer = Callable[[Request], Awaitable[Response]]
