@@ -194,10 +194,10 @@ class Management:
         if key not in self._catalog.serving:
             return key
         first = self._catalog.version(key)
-        if own in self._catalog.serving or self._served.label_of(first) == label:
-            raise conflict(f"Model version {label} is already registered for model {name}")
         if self._served.name_of(first) != name:
             raise conflict(f"a model is called {key} here already, where names have small letters")
+        if own in self._catalog.serving or self._served.label_of(first) == label:
+            raise conflict(f"Model version {label} is already registered for model {name}")
         return own
 
     async def _unregister(self, request: Request, name: str, label: str | None) -> Response:

@@ -67,7 +67,9 @@ class ModelStore:
         path = self._path_of(asked.get("url"))
         wanted = _settings_in(asked)
         name = asked.get("model_name") or None
-        if name is not None and (not isinstance(name, str) or "/" in name):
+        if name is not None and not (
+            isinstance(name, str) and name.isprintable() and "/" not in name
+        ):
             raise bad_request(f"model_name: {str(name)[:80]!r} cannot be the name of a model")
         try:
             facts = read_facts(path)

@@ -245,6 +245,9 @@ async def test_an_archive_of_the_store_is_registered_and_unregistered(tmp_path, 
         text = "Model version 1.0 is already registered for model toy"
         again = refusal(409, "ConflictStatusException", text)
         assert await bench.ask("POST", path, headers=KEY) == again
+        text = "a model is called toy here already, where names have small letters"
+        other = await bench.ask("POST", f"{path}&model_name=TOY", headers=KEY)
+        assert other == refusal(409, "ConflictStatusException", text)
         body = {"url": "toy.mar", "model_name": "other", "synchronous": False}
         later = done("Processing worker updates...", 202)
         assert await bench.ask("POST", "/models", headers=KEY, json=body) == later
@@ -293,7 +296,13 @@ async def test_nothing_but_an_archive_in_the_store_can_be_registered(tmp_path, c
         status, body = await bench.ask("POST", "/models?url=bad.mar", headers=KEY)
         assert (status, body["type"]) == (400, "BadRequestException")
         make_mar(tmp_path / "store/toy.mar", name="toy")
-        for more in ("handler=other.py", "runtime=java", "s3_sse_kms=true", "model_name=a/b"):
+        for more in (
+            "handler=other.py",
+            "runtime=java",
+            "s3_sse_kms=true",
+            "model_name=a/b",
+            "model_name=a%0a",
+        ):
             status, _ = await bench.ask("POST", f"/models?url=toy.mar&{more}", headers=KEY)
             assert status == 400, more
         for body_bytes in (b'{"url":', b"[]", b'{"url": 7}', b'{"url": {"a": 1}}', b"\xff"):
@@ -359,6 +368,8 @@ async def test_who_may_change_models(tmp_path, caplog):
             {"host": "evil.example"},
             {"host": "127.0.0.1.evil.example:80"},
             {"x-forwarded-for": "10.0.0.9"},
+            {"x-forwarded-proto": "https"},
+            {"via": "1.1 proxy"},
         ):
             for method, path in (("GET", "/models"), ("PUT", "/models/m?min_worker=1")):
                 assert (await bench.ask(method, path, headers=header))[0] == 401
