@@ -106,6 +106,7 @@ def test_a_model_of_documents_gets_the_body_as_it_stands():
         ),
         (b"01,1e999\n1 2,-\ntrue,[1]", [b'[1,"1e999"]', b'["1 2","-"]', b'["true","[1]"]']),
         (b"nan,1_0,inf", [b'["nan","1_0","inf"]']),
+        (b"+" + b"1" * 401, [b'"+' + b"1" * 401 + b'"']),
         ("é,1".encode(), ['["é",1]'.encode()]),
     ],
 )
