@@ -80,6 +80,12 @@ def _check_sagemaker(is_on: bool, info: ValidationInfo) -> bool:
     return is_on
 
 
+def _check_health_route(route: str | None, info: ValidationInfo) -> str | None:
+    if route is not None and route == info.data.get("vertex_predict_route"):
+        raise ValueError("is the path of predictions too (vertex_predict_route); give each its own")
+    return route
+
+
 class Settings(SettingsTable):
     """All settings: the top level of the file."""
 
@@ -167,7 +173,7 @@ class Settings(SettingsTable):
     SAGEMAKER_MULTI_MODEL."""
     vertex_predict_route: Text | None = None
     """The path for calls as Vertex AI makes them; from AIP_PREDICT_ROUTE."""
-    vertex_health_route: Text | None = None
+    vertex_health_route: Annotated[Text | None, AfterValidator(_check_health_route)] = None
     """The path for health checks of Vertex AI; from AIP_HEALTH_ROUTE."""
     only_predictions: bool = False
     """Serve nothing besides calls to models and the checks whether this host is alive and ready: no

@@ -191,6 +191,11 @@ def test_vertex_ais_routes_come_from_its_variables(tmp_path):
     assert routes_of(loaded(tmp_path, AIP_HTTP_PORT="1", **ids, **ROUTES))[0] == "/v1/e/1"
 
 
+def test_one_path_cannot_be_both_of_vertex_ais_routes(tmp_path):
+    text = problems(tmp_path, AIP_HEALTH_ROUTE="/a", AIP_PREDICT_ROUTE="a/")
+    assert text.startswith("AIP_HEALTH_ROUTE: '/a' is the path of predictions too")
+
+
 def test_vertex_ais_model_is_a_folder_here_and_never_downloaded(tmp_path):
     model = with_model(tmp_path)
     for place in (str(model), model.as_uri()):
