@@ -9,6 +9,7 @@ from urllib.parse import unquote_to_bytes
 
 from inferpool.service.api.exchange import DEFAULT_MODEL, VERSIONS, Call, ModelEntry, path_of
 from inferpool.service.settings.paths import OF_PROTOCOLS, OWN_PATHS
+from inferpool.service.settings.properties import key_of_model
 
 MAX_FIELDS = 256
 """The most fields of a query or a form."""
@@ -86,8 +87,7 @@ def key_of(models: Mapping[str, ModelEntry], name: str, version: str = "") -> st
         return default if default != DEFAULT_MODEL else ""
     unread = ""
     for key, entry in _entries_of(models, name):
-        archive = entry.interface.archive
-        if archive is None and entry.interface.media_types is None:
+        if not _has_loaded(entry):
             unread = unread or key  # it has not loaded, and says so if it is asked
         elif version in _versions_of(entry):
             own = path_of(entry.name, entry.version)  # canaries get no calls for it
@@ -106,7 +106,10 @@ def _decoded(text: bytes) -> bytes:
 
 
 def _entries_of(models: Mapping[str, ModelEntry], name: str) -> list[tuple[str, ModelEntry]]:
-    """Return the versions of a model; those of our name go first."""
+    """Return the versions of a model; those of our name go first.
+
+    One that has not loaded has no name but the key that TorchServe's settings made of it.
+    """
     named = [
         (key, entry)
         for key, entry in models.items()
@@ -117,7 +120,14 @@ def _entries_of(models: Mapping[str, ModelEntry], name: str) -> list[tuple[str, 
         for key, entry in models.items()
         if key[:1] != "/" and (facts := entry.interface.archive) is not None and facts.name == name
     ]
+    if not named and not archives:
+        key = key_of_model(name)
+        return [(key, models[key])] if key in models and not _has_loaded(models[key]) else []
     return named + archives
+
+
+def _has_loaded(entry: ModelEntry) -> bool:
+    return entry.interface.archive is not None or entry.interface.media_types is not None
 
 
 def _versions_of(entry: ModelEntry) -> tuple[str, ...]:

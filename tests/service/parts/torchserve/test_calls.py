@@ -367,6 +367,13 @@ def test_a_model_that_has_not_loaded_is_unavailable() -> None:
     assert error(found)[:2] == (503, "ServiceUnavailableException")
 
 
+@pytest.mark.parametrize("path", ["/predictions/My%20BERT", "/predictions/My%20BERT/1.0"])
+def test_a_model_that_has_not_loaded_is_known_by_the_name_in_its_archive(path: str) -> None:
+    predict = served(FakeModel(name="my-bert", interface=UNKNOWN_INTERFACE))
+    assert error(call(predict, "POST", path))[0] == 503
+    assert error(call(served(archive("my-bert")), "POST", path))[0] == 404
+
+
 def test_a_models_own_path_goes_first() -> None:
     model = FakeModel(lambda _: result(b"1"))
     predict = Predict({"fake": model, "/shop/predict": model}, optional=OPTIONAL)
