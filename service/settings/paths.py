@@ -33,7 +33,10 @@ OWN_PATHS_BY_PART: Mapping[str, Sequence[str]] = {
 """The first segments of the paths that there are, by the part that has them."""
 OWN_PATHS = frozenset(path for paths in OWN_PATHS_BY_PART.values() for path in paths)
 OF_PROTOCOLS = frozenset(
-    ["ping", "models", "invocations", "predictions", "explanations", "wfpredict"]
+    [
+        *("ping", "models", "invocations", "predictions", "explanations", "wfpredict"),
+        "api-description",
+    ]
 )
 """The first segments of the paths that other services of models have, such as TorchServe and
 SageMaker: clients of these expect their protocol there."""
