@@ -29,7 +29,7 @@ _HEADER = re.compile(rb";\s*header\s*=\s*\"?present\b", re.IGNORECASE)
 """The parameter for a first row with the names of columns (RFC 4180, 3)."""
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+(\.[0-9]*|(?=[eE]))?|(\.[0-9]+))(?:[eE][-+]?[0-9]+)?")
 _PLAIN = b"0123456789-., \t"
-"""What rows of numbers without exponents consist of; no such number is too large for JSON."""
+"""Bytes of rows of numbers without exponents; no such number is too large for JSON."""
 _NUMBER_BYTES = b"0123456789+-.eE,"
 _MAX_DIGITS = 19
 _MAX_CHARS = 400
@@ -40,7 +40,7 @@ _MOST_CELLS = 1 << 16
 _MOST_NUMBERS = 1 << 20
 """With exponents, or empty."""
 _MOST_BYTES = 4 << 20
-"""Of rows that are not all numbers, which take up to 10 ns a byte."""
+"""Rows that are not all numbers take up to 10 ns a byte."""
 _MOST_BLANK = 1 << 18
 """Blank lines, and lines within quotes."""
 _BEFORE_NUMBERS = frozenset("0123456789+-. \t")
