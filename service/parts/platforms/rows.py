@@ -29,7 +29,7 @@ _HEADER = re.compile(rb";\s*header\s*=\s*\"?present\b", re.IGNORECASE)
 """The parameter for a first row with the names of columns (RFC 4180, 3)."""
 _NUMBER = re.compile(r"[-+]?(?:[0-9]+(\.[0-9]*|(?=[eE]))?|(\.[0-9]+))(?:[eE][-+]?[0-9]+)?")
 _PLAIN = b"0123456789-., \t"
-"""Bytes of rows of numbers without exponents; no such number is too large for JSON."""
+"""Bytes of rows of numbers without exponents; one with too many digits is refused as in JSON."""
 _NUMBER_BYTES = b"0123456789+-.eE,"
 _MAX_DIGITS = 19
 _MAX_CHARS = 400
