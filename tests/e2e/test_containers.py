@@ -115,6 +115,7 @@ def test_the_compose_file_works_without_any_preparation(profiles, tmp_path):
         assert one["cap_drop"] == ["ALL"]
         variables = one.get("environment", {}).items()
         assert not [each for each, text in variables if each.startswith("INFERPOOL_") and text]
+        assert ("PORT", "") in variables  # what .env has for others would move it off its port
         volumes = {each["target"]: each["source"] for each in one["volumes"]}
         assert volumes[IMAGE_JOBS] == "jobs"
 
