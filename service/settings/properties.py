@@ -41,6 +41,7 @@ _PORTS = {
 }  # fmt: skip
 """The ports of an address without one, for http and https (`org.pytorch.serve.util.Connector`)."""
 _ADDRESS = re.compile(r"(https?)://(\[[0-9A-Fa-f:.]+\]|[^:/\[\]]+)(?::([0-9]{1,5}))?/?", re.I)
+_MAX_BYTES = 1 << 20
 _MOST_MODELS = 1000
 _MAX_MODELS_JSON = 1 << 20
 _USED = (
@@ -160,6 +161,8 @@ def read_properties(
     environ = os.environ if environ is None else environ
     try:
         raw = read_file(path)
+        if len(raw) > _MAX_BYTES:
+            raise ValueError(f"it has more than {_MAX_BYTES:,} bytes")
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         shown = f"{place}: {str(path)[:200]}" if place else str(path)
@@ -327,17 +330,18 @@ def _parse(text: str) -> Iterator[tuple[int, str, str]]:
     number = 0
     while number < len(natural):
         first = number + 1
-        line = natural[number].lstrip(" \t\f")
+        pieces = [natural[number].lstrip(" \t\f")]
         number += 1
-        if not line or line[0] in "#!":
+        if not pieces[0] or pieces[0][0] in "#!":
             continue
-        while _continues(line):
-            line = line[:-1]
-            if not line:
+        while _continues(pieces[-1]):
+            pieces[-1] = pieces[-1][:-1]
+            if pieces == [""]:
                 break  # for Java, the next line then begins anew
             if number < len(natural):
-                line += natural[number].lstrip(" \t\f")
+                pieces.append(natural[number].lstrip(" \t\f"))
                 number += 1
+        line = "".join(pieces)
         found = line and re.match(r"((?:\\.|[^\\=: \t\f])*)[ \t\f]*[=:]?[ \t\f]*", line, re.DOTALL)
         if found:
             yield first, _unescaped(found[1]), _unescaped(line[found.end() :])

@@ -220,6 +220,9 @@ def test_a_file_that_is_not_there_is_named_with_its_setting(tmp_path: Path) -> N
             load(flags, environ, tmp_path)
     with pytest.raises(SettingsError, match=r"^torchserve: .*cannot be read"):
         load_arguments({"torchserve": "a\0b"}, {}, tmp_path)
+    (tmp_path / "large").write_bytes(bytes(1 << 21))
+    with pytest.raises(SettingsError, match=r"^--torchserve: .*it has more than 1,048,576 bytes"):
+        load({"torchserve": "large"}, {}, tmp_path)
 
 
 def test_our_file_wins_against_defaults_and_for_its_models(tmp_path: Path, store: Path) -> None:
