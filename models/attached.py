@@ -96,9 +96,6 @@ OTHERS = {
     "model of a URI": "inferpool.service.settings.model_folder:table_of_uri",
     "warnings of platforms": "inferpool.service.settings.platforms:warnings_of_platform",
 }
-OTHER_SETTINGS = ("settings of platforms", "settings of TorchServe")
-"""Functions that find settings elsewhere than in our file, variables and flags; a later one counts
-more. See `service.settings.platforms`."""
 _TEXTS = "inferpool.service.parts.texts"
 CALLS = {
     "/v2/models/*/infer": "inferpool.service.parts.open_inference.calls:InferProtocol",

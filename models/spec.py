@@ -86,12 +86,11 @@ class TextFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ArchiveFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts about a model that is an archive of TorchServe's, as its manifest says."""
+    """Facts about an archive of TorchServe's; its handler is built in, or a file of its own."""
 
     name: str
     version: str
     handler: str
-    """The built-in handler, or the file of its own."""
 
 
 class Interface(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TextIO
 
-from inferpool.models.attached import OTHER_SETTINGS, attached
+from inferpool.models.attached import attached
 from inferpool.models.files.reading import read_file
 from inferpool.service.client.urls import without_password
 from inferpool.service.settings.draft import Draft
@@ -39,6 +39,13 @@ from inferpool.service.settings.state import StateFile
 from inferpool.service.settings.tracing import ENDPOINT_VARIABLES, HEADER_VARIABLES, TraceHeaders
 
 FILE_NAME = "inferpool.toml"
+_OTHERS = ("settings of platforms", "settings of TorchServe")
+"""Functions that find settings elsewhere than in our file, variables and flags; a later one counts
+more. See `service.settings.platforms`."""
+_OF_PLATFORMS = re.compile(
+    r"PORT|K_SERVICE|DYNO|CONTAINER_IMAGE|(AIP|SAGEMAKER)_\w+|INFERPOOL_SAGEMAKER"
+)
+"""Variables of a platform: without any, its code is not imported."""
 
 Row = tuple[Key, object, str]
 """The key, the value and the origin of a setting."""
@@ -106,7 +113,8 @@ def load(
     draft = Draft()
     if file:
         draft.add_table(table, f"file {file}")
-    for find in map(attached, OTHER_SETTINGS):
+    has_platform = "sagemaker" in {*flags, *table} or any(map(_OF_PLATFORMS.fullmatch, environ))
+    for find in map(attached, _OTHERS if has_platform else _OTHERS[1:]):
         for found in find(flags, environ, table, cwd):
             draft.add_table(*found)
     draft.add_environment(environ)
@@ -114,7 +122,8 @@ def load(
         draft.choose(model)
     draft.add_flags(flags)
     settings, origins, warnings = draft.finish(cwd, pipe_wait_s=pipe_wait_s)
-    warnings = [*warnings, *attached("warnings of platforms")(origins)]
+    if has_platform:
+        warnings = [*warnings, *attached("warnings of platforms")(origins)]
     own_file = None if model else file
     settings = _with_job_store(settings, own_file, settings.port, environ, cwd)
     loaded = LoadedSettings(settings=settings, origins=origins, warnings=warnings)

@@ -1,4 +1,4 @@
-"""Finds settings in the variables that platforms give a container. Every start imports this.
+"""Finds settings in the variables that platforms give a container.
 
 Sources: Cloud Run's "Container runtime contract" and Knative's (PORT, K_SERVICE), Heroku's "Dynos"
 (PORT, DYNO), Vertex AI's "Custom container requirements" (AIP_...), and SageMaker's "Use Your Own

@@ -2,14 +2,17 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from inferpool.service.settings.names import PREFIX
-from inferpool.service.settings.platforms import Found, settings_of_platform
+
+if TYPE_CHECKING:
+    from inferpool.service.settings.platforms import Found
 
 
 def settings_of_torchserve(
     flags: Mapping[str, str], environ: Mapping[str, str], file: Mapping[str, object], cwd: Path
-) -> Iterator[Found]:
+) -> "Iterator[Found]":
     """Yield the settings of the file that the setting `torchserve` names."""
     variable = f"{PREFIX}TORCHSERVE"
     places = {"--torchserve": flags, variable: environ, "torchserve": file}
@@ -17,6 +20,7 @@ def settings_of_torchserve(
     place, path = next(((place, path) for place, path in asked if path), ("", None))
     if not isinstance(path, str):
         return
+    from inferpool.service.settings.platforms import settings_of_platform
     from inferpool.service.settings.properties import settings_of
 
     given = dict(file)  # holds against defaults of TorchServe's, and so does a platform's address

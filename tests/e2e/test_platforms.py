@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -133,7 +134,7 @@ def test_vertex_ai_gets_its_own_paths_and_nothing_else() -> None:
 
 def test_the_image_without_arguments_takes_its_port_from_the_platform(tmp_path: Path) -> None:
     done = subprocess.run(
-        ["inferpool", "config", "--format", "json"],
+        [sys.executable, "-m", "inferpool", "config", "--format", "json"],
         cwd=tmp_path,
         env={"PATH": os.environ["PATH"], "CONTAINER_IMAGE": "inferpool", "PORT": "9", "DYNO": "w"},
         capture_output=True,

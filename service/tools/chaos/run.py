@@ -14,8 +14,10 @@ from tempfile import TemporaryDirectory
 
 import uvloop
 
+from inferpool.models.torchserve.archive import is_archive
 from inferpool.service.client.health import ServiceHealth
 from inferpool.service.settings.loader import LoadedSettings, Row
+from inferpool.service.settings.model import ModelSettings
 from inferpool.service.settings.names import Key
 from inferpool.service.tools.chaos.faults import POISONS, Faults
 from inferpool.service.tools.chaos.greed import Greed, SlowUploads, UnreadConnections
@@ -43,7 +45,7 @@ from inferpool.service.tools.chaos.resources import (
     holdings_of,
     read_ledger,
 )
-from inferpool.service.tools.chaos.servers import SERVER_FORMS, archives_among, rows_of_server
+from inferpool.service.tools.chaos.servers import SERVER_FORMS, VERTEX_ROUTE
 from inferpool.service.tools.chaos.stores import StoreFaults
 from inferpool.service.tools.chaos.swaps import Swaps
 from inferpool.service.tools.chaos.texts import TEXT_FORMS
@@ -440,3 +442,22 @@ def _wrapped(rows: Sequence[Row], name: str, options: Mapping[str, object]) -> I
             yield key, value, origin
     for option, value in inner.items():
         yield (*place, "options", option), value, "chaos"
+
+
+def archives_among(models: Mapping[str, ModelSettings]) -> list[str]:
+    """Return the names of the models that are archives of TorchServe's."""
+    sources = {name: model.source.removeprefix("torchserve:") for name, model in models.items()}
+    return [name for name, source in sources.items() if is_archive(Path(source))]
+
+
+def rows_of_server(protocol: str, folder: Path) -> list[Row]:
+    """Return the settings with which a service speaks a protocol; a file of them is in `folder`."""
+    if protocol == "sagemaker":
+        return [(("sagemaker",), True, "chaos")]
+    if protocol == "vertex":
+        return [(("vertex_predict_route",), VERTEX_ROUTE, "chaos")]
+    file = folder / "config.properties"
+    names = ("management_address", "metrics_address")
+    lines = [f"{name}=http://127.0.0.1:{free_port()}\n" for name in names]
+    file.write_text("".join(lines), encoding="utf-8")
+    return [(("torchserve",), str(file), "chaos")]

@@ -5,18 +5,13 @@ They are TorchServe's, SageMaker's and Vertex AI's. Bodies are those of `/predic
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from inferpool.models.torchserve.archive import is_archive
 from inferpool.service.client.reaching import problem_in
-from inferpool.service.settings.loader import Row
-from inferpool.service.settings.model import ModelSettings
-from inferpool.service.tools.trial.service import free_port
 
-_VERTEX_ROUTE = "/v1/endpoints/1:predict"
+VERTEX_ROUTE = "/v1/endpoints/1:predict"
 _MEANINGS = {
     "Prediction failed": (500, "model_error"),
     r"\d+ (workers died|hosts were lost) while they": (500, "worker_crashed"),
@@ -66,25 +61,6 @@ class ServerForm(NamedTuple):
 SERVER_FORMS: Mapping[str, ServerForm] = {
     "torchserve": ServerForm("/predictions/{}"),
     "sagemaker": ServerForm("/invocations", {"X-Amzn-SageMaker-Target-Model": "{}"}),
-    "vertex": ServerForm(_VERTEX_ROUTE),
+    "vertex": ServerForm(VERTEX_ROUTE),
 }
 """Forms by the name of their protocol. Vertex AI asks the default model alone."""
-
-
-def archives_among(models: Mapping[str, ModelSettings]) -> list[str]:
-    """Return the names of the models that are archives of TorchServe's."""
-    sources = {name: model.source.removeprefix("torchserve:") for name, model in models.items()}
-    return [name for name, source in sources.items() if is_archive(Path(source))]
-
-
-def rows_of_server(protocol: str, folder: Path) -> list[Row]:
-    """Return the settings with which a service speaks a protocol; a file of them is in `folder`."""
-    if protocol == "sagemaker":
-        return [(("sagemaker",), True, "chaos")]
-    if protocol == "vertex":
-        return [(("vertex_predict_route",), _VERTEX_ROUTE, "chaos")]
-    file = folder / "config.properties"
-    names = ("management_address", "metrics_address")
-    lines = [f"{name}=http://127.0.0.1:{free_port()}\n" for name in names]
-    file.write_text("".join(lines), encoding="utf-8")
-    return [(("torchserve",), str(file), "chaos")]

@@ -17,7 +17,8 @@ from inferpool.service.tools.chaos.questions import (
     Question,
     learn,
 )
-from inferpool.service.tools.chaos.servers import SERVER_FORMS, rows_of_server
+from inferpool.service.tools.chaos.run import rows_of_server
+from inferpool.service.tools.chaos.servers import SERVER_FORMS
 from inferpool.service.tools.chaos.texts import TEXT_FORMS
 from inferpool.service.tools.trial import inputs
 from inferpool.service.tools.trial.connection import Address, connected
