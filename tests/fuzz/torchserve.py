@@ -4,6 +4,7 @@ import gzip
 import json
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,45 +82,10 @@ _OTHER_PATHS = (
 )
 
 
-def make_torchserve_input(seed: int, number: int) -> HostileInput:
-    """Return the input of a number for TorchServe's inference address."""
-    maker = ServerMaker(f"torchserve-{seed}-{number}")
-    data = maker.prediction(number)
-    return HostileInput(number=number, kind="torchserve", data=data, is_framed=True)
-
-
-def make_management_input(seed: int, number: int) -> HostileInput:
-    """Return the input of a number for TorchServe's management address."""
-    maker = ServerMaker(f"management-{seed}-{number}")
-    data = maker.management(number)
-    return HostileInput(number=number, kind="management", data=data, is_framed=True)
-
-
-def make_sagemaker_input(seed: int, number: int) -> HostileInput:
-    """Return the input of a number for a container of SageMaker's."""
-    maker = ServerMaker(f"sagemaker-{seed}-{number}")
-    data = maker.invocation(number)
-    return HostileInput(number=number, kind="sagemaker", data=data, is_framed=True)
-
-
-def make_vertex_input(seed: int, number: int) -> HostileInput:
-    """Return the input of a number for a container of Vertex AI's."""
-    maker = ServerMaker(f"vertex-{seed}-{number}")
-    data = maker.vertex(number)
-    return HostileInput(number=number, kind="vertex", data=data, is_framed=True)
-
-
 ADMIN = "admin-0123456789"
 """The admin key of the service, which registration needs."""
 VERTEX_PREDICT = "/v1/endpoints/1/deployedModels/2:predict"
 VERTEX_HEALTH = "/v1/endpoints/1/deployedModels/2"
-SERVER_INPUTS: Mapping[str, Callable[[int, int], HostileInput]] = {
-    "torchserve": make_torchserve_input,
-    "management": make_management_input,
-    "sagemaker": make_sagemaker_input,
-    "vertex": make_vertex_input,
-}
-"""The maker of inputs for a protocol that settings turn on for the whole service."""
 
 
 class ServerMaker(RequestMaker):
@@ -299,6 +265,24 @@ class ServerMaker(RequestMaker):
 
 
 # Services
+
+
+def make_server_input(protocol: str, seed: int, number: int) -> HostileInput:
+    """Return the input of a number for a protocol of `SERVER_INPUTS`."""
+    data = _CALLS[protocol](ServerMaker(f"{protocol}-{seed}-{number}"), number)
+    return HostileInput(number=number, kind=protocol, data=data, is_framed=True)
+
+
+_CALLS: Mapping[str, Callable[[ServerMaker, int], bytes]] = {
+    "torchserve": ServerMaker.prediction,
+    "management": ServerMaker.management,
+    "sagemaker": ServerMaker.invocation,
+    "vertex": ServerMaker.vertex,
+}
+SERVER_INPUTS: Mapping[str, Callable[[int, int], HostileInput]] = {
+    protocol: partial(make_server_input, protocol) for protocol in _CALLS
+}
+"""The maker of inputs for a protocol that settings turn on for the whole service."""
 
 
 def torchserve_settings(folder: Path, ports: Sequence[int]) -> dict[str, object]:
