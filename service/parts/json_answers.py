@@ -24,6 +24,11 @@ def status_of(error: ServiceError) -> int:
 
 def error_with(document: object, error: ServiceError, call: Call, status: int) -> Answer:
     """Render an error as a document, with the other headers of our own form."""
+    return error_in(msgspec.json.encode(document), error, call, status)
+
+
+def error_in(body: bytes, error: ServiceError, call: Call, status: int) -> Answer:
+    """Answer with the JSON of an error, and with the other headers of our own form."""
     _, headers, _ = problem(error, call.request_id, call.path)
-    status, own, body = json_answer(msgspec.json.encode(document), status)
+    status, own, body = json_answer(body, status)
     return status, own + [each for each in headers if each[0] not in dict(own)], body

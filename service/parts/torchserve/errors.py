@@ -14,7 +14,6 @@ from inferpool.service.api.errors import (
     NotFoundError,
     UnauthorizedError,
     kind_of,
-    problem,
 )
 from inferpool.service.api.exchange import VERSION_HEADER, Call
 from inferpool.service.errors import (
@@ -26,7 +25,7 @@ from inferpool.service.errors import (
     UnavailableError,
     UnknownModelError,
 )
-from inferpool.service.parts.json_answers import json_answer, status_of
+from inferpool.service.parts.json_answers import error_in, status_of
 from inferpool.service.parts.torchserve.json import error_body
 from inferpool.service.parts.torchserve.paths import asked_in, named_in
 
@@ -67,10 +66,8 @@ def error_answer(error: ServiceError, call: Call, name: str = "") -> Answer:
         kind, message = _about_model(error, call, name)
     elif isinstance(error, ModelFailedError):
         message = PREDICTION_FAILED
-    _, headers, _ = problem(error, call.request_id, call.path)
-    status, own, body = json_answer(error_body(status, kind, message), status)
-    others = [each for each in headers if each[0] not in dict(own)]
-    return status, [*own, *others, *UNCACHED], body
+    status, headers, body = error_in(error_body(status, kind, message), error, call, status)
+    return status, [*headers, *UNCACHED], body
 
 
 def _about_model(error: UnknownModelError, call: Call, name: str) -> tuple[str, str]:
