@@ -114,9 +114,12 @@ def load(
     if file:
         draft.add_table(table, f"file {file}")
     has_platform = "sagemaker" in {*flags, *table} or any(map(_OF_PLATFORMS.fullmatch, environ))
+    known = table
     for find in map(attached, _OTHERS if has_platform else _OTHERS[1:]):
-        for found in find(flags, environ, table, cwd):
+        tables = [*find(flags, environ, known, cwd)]
+        for found in tables:
             draft.add_table(*found)
+            known = {**known, **found[0]}
     draft.add_environment(environ)
     if model := flags.get("model"):
         draft.choose(model)

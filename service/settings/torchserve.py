@@ -13,18 +13,17 @@ if TYPE_CHECKING:
 def settings_of_torchserve(
     flags: Mapping[str, str], environ: Mapping[str, str], file: Mapping[str, object], cwd: Path
 ) -> "Iterator[Found]":
-    """Yield the settings of the file that the setting `torchserve` names."""
+    """Yield the settings of the file that the setting `torchserve` names.
+
+    What `file` has holds against TorchServe's defaults; it also has what a platform says.
+    """
     variable = f"{PREFIX}TORCHSERVE"
     places = {"--torchserve": flags, variable: environ, "torchserve": file}
     asked = ((place, table.get(place.removeprefix("--"))) for place, table in places.items())
     place, path = next(((place, path) for place, path in asked if path), ("", None))
     if not isinstance(path, str):
         return
-    from inferpool.service.settings.platforms import settings_of_platform
     from inferpool.service.settings.properties import settings_of
 
-    given = dict(file)  # holds against defaults of TorchServe's, and so does a platform's address
-    for found in settings_of_platform(flags, environ, file, cwd):
-        given |= {name: found[0][name] for name in ("host", "port") if name in found[0]}
-    meaning = settings_of(Path(path), environ, given, cwd, place=place)
+    meaning = settings_of(Path(path), environ, file, cwd, place=place)
     yield meaning.table, f"file {path}", meaning.warnings
