@@ -27,7 +27,7 @@ _UNITS: Mapping[str | None, str] = {
 _TIMES_OF_TORCHSERVE = ("HandlerTime", "PredictionTime")
 _MAX_LINES = 100
 _WINDOW_S = 10.0
-"""At most so many lines are logged in so many seconds."""
+"""At most this many lines are logged in each window of this many seconds."""
 _MAX_METRICS = 1000
 """Metrics of each kind that are remembered for one handler; others are logged all the same."""
 

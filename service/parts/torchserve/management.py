@@ -44,7 +44,7 @@ _NUMBER = re.compile(r"-?[0-9]{1,9}")
 
 
 class Management:
-    """Answers the calls of the Management API. Whoever serves it has checked the key."""
+    """Answers the calls of the Management API. The key has been checked before."""
 
     def __init__(
         self, catalog: Catalog, served: NamedModels, changes: Changes, store: ModelStore
