@@ -174,6 +174,9 @@ def _run(args: Any, at_once: int, _: int) -> Iterator[Cell]:
     try:
         per_s = _feed(args, inbox, FrameReader(outbox.reader), places, config)
         steps = mine.recv()
+    except EOFError:
+        worker.join(10)
+        raise BenchError(f"the worker ended with {worker.exitcode} before it reported") from None
     finally:
         worker.join(10)
         worker.kill()
@@ -285,6 +288,19 @@ def _cpu_s() -> dict[str, float]:
     """Return the CPU seconds of each kind of thread that Python knows, by the pools' names."""
     found: defaultdict[str, float] = defaultdict(float)
     for thread in threading.enumerate():
-        clock = time.pthread_getcpuclockid(thread.ident or 0)
-        found[thread.name.partition("_")[0].lower()] += time.clock_gettime(clock)
+        if thread.native_id is not None and (cpu_s := _cpu_s_of(thread.native_id)) is not None:
+            found[thread.name.partition("_")[0].lower()] += cpu_s
     return found
+
+
+def _cpu_s_of(native_id: int) -> float | None:
+    """Return the CPU seconds of a thread; None if it has ended.
+
+    `time.pthread_getcpuclockid` may crash the process then, and Python still lists a thread of the
+    simulated device that has ended. The kernel makes the number of a clock in the same way
+    (`MAKE_THREAD_CPUCLOCK` in include/linux/posix-timers.h), and knows which threads there are.
+    """
+    try:
+        return time.clock_gettime(~native_id << 3 | 6)
+    except OSError:
+        return None
