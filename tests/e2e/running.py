@@ -65,6 +65,12 @@ class Running:
         url = httpx.URL(self.url)
         return url.host, url.port or 0
 
+    def told_after(self, words: str) -> str:
+        """Return the word that follows some words in what it has logged, as an address does."""
+        messages = [str(line["message"]) for line in self.log]
+        told = next(message for message in messages if message.startswith(words))
+        return told.removeprefix(words).split()[0].rstrip(",")
+
     def get(self, path: str, **options: Any) -> httpx.Response:
         """Send a GET request."""
         return self.http.get(self.address_of(path), **options)

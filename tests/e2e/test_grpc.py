@@ -45,10 +45,7 @@ class Stub:
 
 @contextlib.contextmanager
 def stub_of(service: Running) -> Iterator[Stub]:
-    lines = [str(line["message"]) for line in service.log]
-    line = next(line for line in lines if line.startswith("gRPC is served at "))
-    address = line.removeprefix("gRPC is served at ").partition(",")[0]
-    with grpc.insecure_channel(address) as channel:
+    with grpc.insecure_channel(service.told_after("gRPC is served at ")) as channel:
         yield Stub(channel)
 
 

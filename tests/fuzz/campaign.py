@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
+import httpx
 import msgspec
 import uvloop
 
@@ -56,8 +57,6 @@ Protocol = Literal[
 PROTOCOLS: tuple[Protocol, ...] = get_args(Protocol)
 """Campaigns: all that HTTP has, the calls of other protocols over HTTP, those over gRPC, those of
 texts, and those of TorchServe and of the platforms."""
-_GRPC_PORT = free_port()
-_MANAGEMENT_PORT = free_port()
 _SETTLE_S = 60.0
 _MAX_GROWTH_BYTES = 64 << 20
 """Bound on the growth of all processes together in the second half of a campaign.
@@ -112,7 +111,7 @@ def service(
     if protocol in SERVER_INPUTS:
         names = ("grid", "echo", "decoder") if protocol == "vertex" else ("echo", "grid", "decoder")
         models = {name: _MODELS[name] for name in names}
-    grpc: dict[str, object] = {} if protocol in SERVER_INPUTS else {"grpc_port": _GRPC_PORT}
+    grpc: dict[str, object] = {} if protocol in SERVER_INPUTS else {"grpc_port": 0}
     settings: dict[str, object] = {
         "head_timeout_s": 5.0,
         **grpc,
@@ -124,8 +123,7 @@ def service(
     with tempfile.TemporaryDirectory() as folder:
         match protocol:
             case "torchserve" | "management":
-                ports = (free_port(), _MANAGEMENT_PORT, free_port())
-                settings |= torchserve_settings(Path(folder), ports)
+                settings |= torchserve_settings(Path(folder), [free_port() for _ in range(3)])
             case "sagemaker" | "vertex":
                 settings["sagemaker"] = True
                 settings["vertex_predict_route"] = VERTEX_PREDICT
@@ -172,7 +170,7 @@ def campaign(
         in_time = itertools.takewhile(lambda _: time.monotonic() < began + max_s, numbers)
         if protocol == "grpc":
             calls = map(partial(make_grpc_call, seed), in_time)
-            address = f"{target.address[0]}:{_GRPC_PORT}"
+            address = target.told_after("gRPC is served at ")
             uvloop.run(send_calls(address, calls, on_exchange, num_connections))
         else:
             make: Callable[[int, int], HostileInput]
@@ -182,7 +180,8 @@ def campaign(
             elif protocol in SERVER_INPUTS:
                 make = SERVER_INPUTS[protocol]
                 if protocol == "management":
-                    address_of = (address_of[0], _MANAGEMENT_PORT)
+                    url = httpx.URL(target.told_after("TorchServe's management: "))
+                    address_of = (url.host, url.port or 0)
             else:
                 make = make_input if protocol == "predict" else make_infer_input
             inputs = map(partial(make, seed), in_time)
