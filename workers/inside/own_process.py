@@ -153,16 +153,12 @@ def _guard(heartbeat: Heartbeat) -> None:
     # Where there is no forkserver, they were blocked until now.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, *_IGNORED_SIGNALS))
     give_children_defaults(own=(leave, _go_on))
-    os.register_at_fork(after_in_child=_compute_alone)
+    # A forked process would wait for OpenMP's threads, which only its parent has.
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 
 def _go_on(signum: int, frame: FrameType | None) -> None:
     """Ignore a signal."""
-
-
-def _compute_alone() -> None:
-    """Prevent a forked process from waiting for OpenMP's threads, which only its parent has."""
-    torch.set_num_threads(1)
 
 
 def _log_to(outbox: WorkerQueue) -> None:

@@ -3,6 +3,8 @@
 CUDA stays untouched, since a context does not survive a fork.
 """
 
+import os
+
 import torch
 
 import inferpool.workers.inside.process
@@ -10,3 +12,6 @@ from inferpool.models.attached import attached
 
 attached("start check")  # the first worker of each model needs it
 torch.set_num_threads(1)  # no thread pool may exist at the fork
+# The first threads of a forked process would replace torch's pool at once, and so end the process
+# ("Invalid thread pool!" of aten/src/ATen/ParallelOpenMP.cpp).
+os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
