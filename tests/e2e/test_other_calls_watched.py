@@ -1,4 +1,4 @@
-"""Metrics, traces and the access log of calls as TorchServe, SageMaker and Vertex AI have them."""
+"""Metrics and traces of calls in other protocols than ours, by the models that they name."""
 
 import signal
 from pathlib import Path
@@ -28,10 +28,20 @@ _PLATFORMS: list[_Call] = [
     ("/invocations", {"instances": [1]}, "echo", 200),
     (VERTEX_ROUTE, {"instances": [1]}, "echo", 200),
 ]
+_TEXTS: list[_Call] = [
+    ("/v1/embeddings", {"model": "encoder", "input": ["ok 1", "ok 2"]}, "encoder", 200),
+    ("/v1/embeddings", {"input": "ok 3"}, "encoder", 200),
+    ("/v1/embeddings", {"model": "encoder", "input": "raise 4"}, "encoder", 500),
+    ("/v1/embeddings", {"model": "reranker", "input": "ok 5"}, "reranker", 400),
+    ("/v1/embeddings", {"model": "nobody", "input": "ok 6"}, None, 404),
+    ("/v2/rerank", {"model": "reranker", "query": "q", "documents": ["ok 1"]}, "reranker", 200),
+    ("/embed", {"inputs": "ok 7"}, "encoder", 200),
+    ("/tei/reranker/rerank", {"query": "q", "texts": ["ok 8"]}, "reranker", 200),
+]
 
 
-def check(calls: list[_Call], settings: dict[str, object], front_ends: int) -> None:
-    settings = {"front_ends": front_ends, "default_model": "echo", **settings}
+def check(calls: list[_Call], settings: dict[str, object], num_accepted: dict[str, int]) -> None:
+    """Make the calls, each in a trace of its own, and look for them in the metrics and traces."""
     with collecting() as collector:
         env = {
             "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url,
@@ -47,6 +57,9 @@ def check(calls: list[_Call], settings: dict[str, object], front_ends: int) -> N
                     num = sum(each[2:] == (name, code) for each in calls)
                     labels = f'code="{code}",model="{name or "-"}"'
                     assert service.metric(f"requests_total{{{labels}}}") == num, labels
+            for name, num in num_accepted.items():
+                labels = f'model="{name}",outcome="accepted"'
+                assert service.metric(f"instances_total{{{labels}}}") == num, labels
             service.signal(signal.SIGTERM)
             assert service.wait() == 0
         for number, (_, _, name, status) in enumerate(calls, 1):
@@ -55,7 +68,16 @@ def check(calls: list[_Call], settings: dict[str, object], front_ends: int) -> N
             about = attributes(iter(root.attributes))
             assert about.get("inferpool.model") == name
             assert about["http.response.status_code"] == status
-            assert name is None or about["http.route"]
+            assert bool(about.get("http.route")) == (name is not None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("front_ends", [1, 2])
+def test_calls_about_texts_count_for_the_model_that_they_name(front_ends: int):
+    source: dict[str, object] = {"source": "tests.text_model:TextFaultModel", "replicas": 1}
+    models = {"encoder": source, "reranker": {**source, "options": {"task": "reranking"}}}
+    settings = {"tei": True, "default_model": "encoder", "models": models}
+    check(_TEXTS, {**settings, "front_ends": front_ends}, {"encoder": 5, "reranker": 2})
 
 
 @pytest.mark.slow
@@ -68,11 +90,12 @@ def test_calls_of_torchserve_s_clients_count_for_the_model_that_they_name(
     file.write_text("".join(f"{name}=http://127.0.0.1:{free_port()}\n" for name in names))
     archive = {"source": str(make_fault_archive(tmp_path / "archive.mar")), "replicas": 1}
     models = {"archive": archive, "echo": {"replicas": 1}}
-    check(_TORCHSERVE, {"torchserve": str(file), "models": models}, front_ends)
+    settings = {"torchserve": str(file), "default_model": "echo", "models": models}
+    check(_TORCHSERVE, {**settings, "front_ends": front_ends}, {"archive": 5, "echo": 1})
 
 
 @pytest.mark.slow
 def test_calls_of_platforms_count_for_the_default_model():
     models = {"echo": {"replicas": 1}}
     settings = {"sagemaker": True, "vertex_predict_route": VERTEX_ROUTE, "models": models}
-    check(_PLATFORMS, settings, 1)
+    check(_PLATFORMS, {**settings, "front_ends": 1}, {"echo": 2})
