@@ -79,7 +79,7 @@ class OnnxSession:
 
     def __init__(self, path: Path, placement: Placement) -> None:
         self._path = path
-        self._session, self.provider = opened(path, placement)
+        self._session, self.provider = _opened(path, placement)
         self.inputs = _ports(path, "input", self._session.get_inputs())
         self.outputs = _ports(path, "output", self._session.get_outputs())
         self.classes: dict[str, list[object]] = {}
@@ -147,13 +147,7 @@ def _text_of(row: Any, port: Port) -> str:
     return str(found[0]) if port.width == 1 else msgspec.json.encode(found).decode()
 
 
-def opened(path: Path, placement: Placement) -> tuple[Any, str]:
-    """Open a file; return the session of onnxruntime, and what computes it, by its name there.
-
-    Raises:
-        SourceError: The file cannot be read.
-        ModelError: onnxruntime is not installed, or cannot compute there.
-    """
+def _opened(path: Path, placement: Placement) -> tuple[Any, str]:
     try:
         import onnxruntime
     except ImportError as error:

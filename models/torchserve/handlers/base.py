@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from inferpool.models.accelerator.device import is_accelerator, synchronize
-from inferpool.models.errors import SourceError
+from inferpool.models.errors import ModelError, SourceError
 from inferpool.models.files.checkpoint import first_line, load_weights
 from inferpool.models.files.kinds import kind_of
-from inferpool.models.spec import Placement
 from inferpool.models.torchserve.handlers.util import list_classes_from_module, load_label_mapping
 
 logger = logging.getLogger(__name__)
@@ -256,7 +255,18 @@ def _imported(path: Path) -> ModuleType:
 
 def _onnx_session(path: str, device: torch.device | None) -> Any:
     """Open a file of ONNX with as many threads as torch has here."""
-    from inferpool.models.onnx_files.session import opened
-
-    placement = Placement(devices=(str(device or "cpu"),), num_threads=torch.get_num_threads())
-    return opened(Path(path), placement)[0]
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise ModelError(
+            f"{path} needs the package onnxruntime, which cannot be imported ({error}): "
+            "pip install 'inferpool[onnx]'"
+        ) from None
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    kinds = dict.fromkeys([device.type if device else "cpu", "cpu"])
+    known = onnxruntime.get_available_providers()
+    wanted = [f"{kind.upper()}ExecutionProvider" for kind in kinds]
+    return onnxruntime.InferenceSession(
+        path, options, providers=[each for each in wanted if each in known]
+    )
