@@ -36,6 +36,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from inferpool.workers.shared.guard import die_with_parent
 
@@ -530,9 +531,11 @@ def _import() -> None:
     import torch
 
     num_threads = torch.get_num_threads()
-    for name in (*_IMPORTED, _PRELOAD):
+    for name in (*_IMPORTED, "inferpool.workers.inside.process"):
         importlib.import_module(name)
     # Workers import it once more, with effect; a service by itself never does.
+    with mock.patch("os.register_at_fork"):
+        importlib.import_module(_PRELOAD)
     del sys.modules[_PRELOAD]
     torch.set_num_threads(num_threads)
     gc.collect()

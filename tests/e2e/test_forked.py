@@ -120,6 +120,12 @@ def test_forked_script_finds_what_one_that_was_started_finds(tmp_path: Path):
         assert started.returncode == 7
 
 
+def test_forked_script_computes_with_as_many_threads_as_one_that_was_started():
+    command = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
+    started = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert forked.run(command, timeout=60).stdout == started.stdout
+
+
 def test_service_of_a_forked_script_is_forked_and_ends_with_it(tmp_path: Path):
     (tmp_path / "script.py").write_text(SERVING)
     command = [sys.executable, "script.py"]

@@ -36,6 +36,7 @@ from inferpool.workers.shared.errors import WorkerLostError, WorkerStartError
 from inferpool.workers.shared.guard import HANDLED_SIGNALS
 from inferpool.workers.shared.messages import FORKED
 from tests.descriptors import num_open
+from tests.e2e.forked import run
 from tests.workers.contract import (
     PATIENT,
     answers,
@@ -228,6 +229,20 @@ async def test_what_packages_draw_random_numbers_from_is_other_in_each_fork(
 def _draw(path: str) -> None:
     drawn = importlib.import_module("drawing_package").drawn
     Path(path).write_text(" ".join(str(each.random()) for each in drawn))
+
+
+PRELOADED = """
+import os, torch, inferpool.workers.inside.preload
+torch.set_num_threads(3)
+if pid := os.fork():
+    os.waitpid(pid, 0)
+else:
+    print(torch.get_num_threads())
+"""
+
+
+def test_a_fork_has_a_pool_of_threads_of_its_own_before_it_has_threads():
+    assert run([sys.executable, "-c", PRELOADED], timeout=60).stdout == "1\n"
 
 
 async def test_forkserver_that_cannot_be_replaced_yet_is_not_ready(monkeypatch: pytest.MonkeyPatch):
