@@ -62,13 +62,13 @@ def check(calls: list[_Call], settings: dict[str, object], num_accepted: dict[st
                 assert service.metric(f"instances_total{{{labels}}}") == num, labels
             service.signal(signal.SIGTERM)
             assert service.wait() == 0
-        for number, (_, _, name, status) in enumerate(calls, 1):
+        for number, (path, _, name, status) in enumerate(calls, 1):
             spans = collector.of_trace(f"{number:032x}")
             (root,) = (each for each in spans if each.parent_span_id.hex() == _CALLER)
             about = attributes(iter(root.attributes))
             assert about.get("inferpool.model") == name
             assert about["http.response.status_code"] == status
-            assert bool(about.get("http.route")) == (name is not None)
+            assert about.get("http.route") == (path.partition("?")[0] if name else None)
 
 
 @pytest.mark.slow

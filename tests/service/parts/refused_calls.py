@@ -1,4 +1,4 @@
-"""Calls of each protocol but ours that a test has refused, and the forms of its errors."""
+"""Calls of each protocol but ours, for tests in which they are refused, and its errors' forms."""
 
 import json
 from collections.abc import Callable
@@ -18,11 +18,12 @@ class RefusedProtocol(NamedTuple):
     Attributes:
         path: Path of a call.
         body: A body that fits.
-        texts: Names of the strings that an error has, and the message first.
+        texts: Names of the strings that an error has, the message's first.
         model: Makes the model that is asked, which is named fake.
         setting: The one that turns the protocol on; empty if it is always on.
         wrong_paths: Paths of no model.
-        wrong_methods: Methods that the path does not have.
+        methods: Methods that the path has.
+        wrong_methods: Some that it does not have.
         wrong_bodies: Bodies that do not fit.
         unfit: The status for an input that does not fit.
         full: The status while the queue is full.
@@ -35,6 +36,7 @@ class RefusedProtocol(NamedTuple):
     model: Callable[..., FakeModel] = FakeModel
     setting: str = ""
     wrong_paths: tuple[str, ...] = ()
+    methods: str = "POST"
     wrong_methods: tuple[str, ...] = ("DELETE", "PATCH", "OPTIONS")
     wrong_bodies: tuple[bytes, ...] = (b"", b"{")
     unfit: int = 400
@@ -46,17 +48,20 @@ class RefusedProtocol(NamedTuple):
 
     def call(self, lines: str = "", path: str = "", body: bytes | None = None) -> bytes:
         body = self.body.encode() if body is None else body
-        whole = f"{lines}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        if self.setting in _TYPED:
+            lines += "content-type: application/json\r\n"
+        whole = f"{lines}content-length: {len(body)}\r\n\r\n"
         return self.head(path=path) + whole.encode() + body
 
     def turn_on(self, server: PredictServer) -> None:
         """Have a server answer such calls."""
         table = CALLS_BY_SETTING.get(self.setting, {})
-        predict = server.protocol.predict
-        predict.optional = [{path or self.path: call for path, call in table.items()}]
-        predict.default = "fake"
+        optional = [{path or self.path: call for path, call in table.items()}]
+        server.protocol.predict.optional = optional
 
-    def check(self, answer: RawAnswer, status: int, about: object = "") -> str:
+    def check(
+        self, answer: RawAnswer, status: int, about: object = "", *, may_retry: bool = True
+    ) -> str:
         """Check an error, and return its message."""
         assert answer.status == status, (about, answer)
         texts = []
@@ -72,6 +77,8 @@ class RefusedProtocol(NamedTuple):
         if self.setting != "torchserve":  # the real one names no type either
             assert answer.headers["content-type"] == "application/json"
         assert answer.headers["x-request-id"]
+        if status in (429, 503) and may_retry:
+            assert int(answer.headers["retry-after"]) >= 1
         return texts[0]
 
 
@@ -84,7 +91,7 @@ def _of_kserve(path: str, body: str) -> RefusedProtocol:
     names = ("nobody", "fake/versions/7", "fake/versions/x", "%ff%00", "")
     paths = tuple(path.replace("fake", name) for name in names)
     methods = ("GET", "DELETE", "OPTIONS")
-    return RefusedProtocol(path, body, ("error",), wrong_paths=paths, wrong_methods=methods)
+    return RefusedProtocol(path, body, ("error", "code"), wrong_paths=paths, wrong_methods=methods)
 
 
 def _of_texts(path: str, body: object, **options: Any) -> RefusedProtocol:
@@ -108,6 +115,7 @@ def _of_torchserve(path: str, body: str, wrong_path: str) -> RefusedProtocol:
         archive,
         "torchserve",
         wrong_paths=(wrong_path,),
+        methods="POST, PUT, GET, PATCH, DELETE",
         wrong_methods=("OPTIONS",),
         wrong_bodies=(),  # a handler gets them as they are
         full=503,
@@ -115,6 +123,8 @@ def _of_torchserve(path: str, body: str, wrong_path: str) -> RefusedProtocol:
     )
 
 
+_TYPED = frozenset({"torchserve", "sagemaker", "vertex_predict_route"})
+"""Settings of protocols in which a type says what a body is."""
 _CODED = ("message", "type")
 _COHERE = ("message", "detail", "code")
 _TEI = ("error", "error_type")
