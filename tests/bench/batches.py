@@ -297,8 +297,9 @@ def _cpu_s_of(native_id: int) -> float | None:
     """Return the CPU seconds of a thread; None if it has ended.
 
     `time.pthread_getcpuclockid` may crash the process then, and Python still lists a thread of the
-    simulated device that has ended. The kernel makes the number of a clock in the same way
-    (`MAKE_THREAD_CPUCLOCK` in include/linux/posix-timers.h), and knows which threads there are.
+    simulated device that has ended. glibc makes the number of a clock in the same way
+    (`MAKE_THREAD_CPUCLOCK` in sysdeps/unix/sysv/linux/kernel-posix-cpu-timers.h); the kernel knows
+    which threads there are.
     """
     try:
         return time.clock_gettime(~native_id << 3 | 6)

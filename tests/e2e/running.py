@@ -66,10 +66,11 @@ class Running:
         return url.host, url.port or 0
 
     def told_after(self, words: str) -> str:
-        """Return the word that follows some words in what it has logged, as an address does."""
-        messages = [str(line["message"]) for line in self.log]
-        told = next(message for message in messages if message.startswith(words))
-        return told.removeprefix(words).split()[0].rstrip(",")
+        """Return the next word, as an address, in the first message that begins with some words."""
+        for line in self.log:
+            if (message := str(line["message"])).startswith(words):
+                return message.removeprefix(words).split()[0].rstrip(",")
+        raise AssertionError(f"did not write {words!r}: {self.log}")
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         """Send a GET request."""
