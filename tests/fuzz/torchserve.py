@@ -264,9 +264,6 @@ class ServerMaker(RequestMaker):
         return b"".join(parts) + f"--{_BOUNDARY}--\r\n".encode()
 
 
-# Services
-
-
 def make_server_input(protocol: str, seed: int, number: int) -> HostileInput:
     """Return the input of a number for a protocol of `SERVER_INPUTS`."""
     data = _CALLS[protocol](ServerMaker(f"{protocol}-{seed}-{number}"), number)
@@ -283,6 +280,9 @@ SERVER_INPUTS: Mapping[str, Callable[[int, int], HostileInput]] = {
     protocol: partial(make_server_input, protocol) for protocol in _CALLS
 }
 """The maker of inputs for a protocol that settings turn on for the whole service."""
+
+
+# Services
 
 
 def torchserve_settings(folder: Path, ports: Sequence[int]) -> dict[str, object]:

@@ -12,5 +12,5 @@ from inferpool.models.attached import attached
 
 attached("start check")  # the first worker of each model needs it
 torch.set_num_threads(1)  # no thread pool may exist at the fork
-# Else two threads that use torch's pool first, and at once, may abort it (ParallelOpenMP.cpp).
+# Else two threads that first use torch's pool at once may abort the process (ParallelOpenMP.cpp).
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))

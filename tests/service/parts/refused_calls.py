@@ -56,8 +56,8 @@ class RefusedProtocol(NamedTuple):
     def turn_on(self, server: PredictServer) -> None:
         """Have a server answer such calls."""
         table = CALLS_BY_SETTING.get(self.setting, {})
-        optional = [{path or self.path: call for path, call in table.items()}]
-        server.protocol.predict.optional = optional
+        own = {path or self.path: call for path, call in table.items()}
+        server.protocol.predict.optional = [own]
 
     def check(
         self, answer: RawAnswer, status: int, about: object = "", *, may_retry: bool = True
