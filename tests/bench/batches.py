@@ -257,7 +257,8 @@ class MeasuredLoop(AheadLoop):
         cpu_s = {name: end - self._before.get(name, 0.0) for name, end in _cpu_s().items()}
         num = self._num - _NUM_WARM
         by_thread = {f"{name}_ms": s / num * 1e3 for name, s in cpu_s.items()}
-        steps = {name: times[_NUM_WARM:] for name, times in self._steps.items()}
+        # Batches that are too short to overlap are not launched ahead.
+        steps = {name: times for name, times in self._steps.items() if len(times) > 1}
         self._report(
             {
                 "all_ms": sum(cpu_s.values()) / num * 1e3,
@@ -272,6 +273,7 @@ class MeasuredLoop(AheadLoop):
         self._num += 1
         if self._num == _NUM_WARM:
             self._before = _cpu_s()
+            self._steps.clear()
 
     def _timed(self, name: str, step: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
@@ -288,20 +290,6 @@ def _cpu_s() -> dict[str, float]:
     """Return the CPU seconds of each kind of thread that Python knows, by the pools' names."""
     found: defaultdict[str, float] = defaultdict(float)
     for thread in threading.enumerate():
-        if thread.native_id is not None and (cpu_s := _cpu_s_of(thread.native_id)) is not None:
-            found[thread.name.partition("_")[0].lower()] += cpu_s
+        clock = time.pthread_getcpuclockid(thread.ident or 0)
+        found[thread.name.partition("_")[0].lower()] += time.clock_gettime(clock)
     return found
-
-
-def _cpu_s_of(native_id: int) -> float | None:
-    """Return the CPU seconds of a thread; None if it has ended.
-
-    `time.pthread_getcpuclockid` may crash the process then, and Python still lists a thread of the
-    simulated device that has ended. glibc makes the number of a clock in the same way
-    (`MAKE_THREAD_CPUCLOCK` in sysdeps/unix/sysv/linux/kernel-posix-cpu-timers.h); the kernel knows
-    which threads there are.
-    """
-    try:
-        return time.clock_gettime(~native_id << 3 | 6)
-    except OSError:
-        return None
